@@ -1,0 +1,69 @@
+"""How an engine is set up: every setting with its default and its meaning. Knows no model and no memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.errors import ConfigError
+
+BLOCK_SIZES = (1, 4, 8, 16, 32, 64)
+PreemptionMode = Literal["auto", "recompute", "swap"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "TIB": 2**40, "TB": 10**12, "T": 2**40}
+
+
+def parse_bytes(text: int | str) -> int:
+    """Bytes in '24GiB', '512 MiB', '1.5GB' or a plain number; raises ConfigError for anything else."""
+    if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(f"A memory size cannot be negative: {text}.")
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{text!r} is not a memory size; write it like 512MiB, 24GiB or 1.5GB.")
+    return int(float(match[1]) * unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Sizes of memory are bytes or texts such as "2GiB".
+
+    Raises ConfigError, naming the setting, for a value that cannot be.
+    """
+
+    block_size: int = 16  # tokens in a KV block: 1, 4, 8, 16, 32 or 64
+    num_blocks: int | None = None  # KV blocks; None: as many as kv_memory holds
+    kv_memory: int | str = "1GiB"  # memory for KV blocks, when num_blocks is None
+    swap_memory: int | str = "256MiB"  # host memory for blocks of preempted requests; 0: always recompute
+    max_model_len: int | None = None  # longest sequence, prompt and answer; None: what the model was trained for
+    max_num_seqs: int | None = None  # sequences that run at once; None: 256, or the token budget if that is smaller
+    max_batched_tokens: int = 2048  # token budget of one step; longer prompts are computed in chunks
+    prefix_caching: bool = True  # find again the blocks of a prompt's beginning
+    preemption: PreemptionMode = "auto"  # how a request gives up its blocks: by estimated cost, or always one way
+    seed: int | None = None  # where requests without a seed of their own draw theirs from; None: from the system
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
+        if self.preemption not in ("auto", "recompute", "swap"):
+            raise ConfigError(f"preemption is {self.preemption!r}; it must be auto, recompute or swap.")
+        for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        if self.max_num_seqs is not None and self.max_num_seqs > self.max_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs is {self.max_num_seqs} but a step has room for {self.max_batched_tokens} tokens "
+                "(max_batched_tokens); every running sequence needs one, so raise the budget or lower max_num_seqs."
+            )
+        parse_bytes(self.kv_memory)
+        parse_bytes(self.swap_memory)
+
+    @property
+    def sequence_limit(self) -> int:
+        """Sequences that may run at once."""
+        return self.max_num_seqs or min(256, self.max_batched_tokens)

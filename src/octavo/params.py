@@ -1,0 +1,141 @@
+"""What a caller may ask of one request: sampling or beam search. Plain data, checked when made; knows no engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from octavo.errors import RequestError
+
+
+def _check(ok: bool, name: str, value: object, must: str) -> None:
+    if not ok:
+        raise RequestError(f"{name} is {value!r}; it must be {must}.")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_stops(stop: tuple[str, ...], stop_token_ids: tuple[int, ...], max_tokens: int | None) -> None:
+    _check(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
+    _check(all(_whole(t, 0) for t in stop_token_ids), "stop_token_ids", stop_token_ids, "token ids (0 or more)")
+    _check(
+        max_tokens is None or _whole(max_tokens, 1), "max_tokens", max_tokens, "a whole number of at least 1, or None"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw the answer's tokens. Raises RequestError, naming the parameter, for a value that cannot be.
+
+    The order of work on a row of logits: logit_bias and min_tokens, penalties, temperature, min_p, top_k, top_p, then
+    one draw. Reported logprobs are those of the model's own logits, before any of it.
+    """
+
+    n: int = 1  # answers to give
+    best_of: int | None = None  # answers to draw; the n of the highest mean log-probability are given
+    max_tokens: int | None = 256  # most tokens of an answer; None: up to the context's end
+    min_tokens: int = 0  # no end-of-sequence or stop before so many tokens
+    temperature: float = 1.0  # 0: always the likeliest token (greedy)
+    top_k: int = 0  # draw among the k likeliest; 0: all
+    top_p: float = 1.0  # draw among the likeliest whose probabilities first reach p
+    min_p: float = 0.0  # leave out tokens less likely than min_p times the likeliest
+    repetition_penalty: float = 1.0  # over 1: tokens of prompt and answer are made less likely (CTRL, Keskar 2019)
+    presence_penalty: float = 0.0  # taken once from the logit of each token the answer already has
+    frequency_penalty: float = 0.0  # taken as often as the answer has it
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to these tokens' logits
+    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    logprobs: int | None = None  # report the log-probabilities of each drawn token and of so many likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    stop: str | Sequence[str] = ()  # end the answer before any of these texts
+    stop_token_ids: Sequence[int] = ()  # end the answer at any of these tokens
+    include_stop: bool = False  # leave the stop string in the text
+    ignore_eos: bool = False  # go on past the end-of-sequence token
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_stops(stop, tuple(self.stop_token_ids), self.max_tokens)
+        _check(_whole(self.n, 1), "n", self.n, "a whole number of at least 1")
+        best_of_fits = self.best_of is None or _whole(self.best_of, self.n)
+        _check(best_of_fits, "best_of", self.best_of, f"a whole number of at least n ({self.n})")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _check(
+            _whole(self.min_tokens, 0) and self.min_tokens <= most,
+            "min_tokens",
+            self.min_tokens,
+            f"a whole number from 0 to max_tokens ({self.max_tokens})",
+        )
+        _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _check(_whole(self.top_k, 0), "top_k", self.top_k, "a whole number of at least 1, or 0 for all")
+        _check(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "over 0 and at most 1")
+        _check(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        repetition = self.repetition_penalty
+        _check(_finite(repetition) and repetition > 0, "repetition_penalty", repetition, "over 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(_finite(value) and -2 <= value <= 2, name, value, "from -2 to 2")
+        bias_ok = all(_whole(t, 0) and _finite(b) for t, b in self.logit_bias.items())
+        _check(bias_ok, "logit_bias", self.logit_bias, "a mapping of token ids to finite numbers")
+        _check(self.seed is None or isinstance(self.seed, int), "seed", self.seed, "a whole number")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or _whole(value, 0), name, value, "a whole number of at least 0, or None")
+
+    @property
+    def num_samples(self) -> int:
+        """Answers that are drawn: best_of, or n."""
+        return self.best_of or self.n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """Beam search: keep the `width` likeliest beginnings at every step (Transformers' rules for score and ending).
+
+    A finished answer scores sum(logprobs) / (its tokens ** length_penalty). Raises RequestError as SamplingParams does.
+    """
+
+    width: int = 4  # beams
+    n: int | None = None  # answers to give, best first; None: width
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    length_penalty: float = 1.0  # over 0 favours long answers, under 0 short ones
+    early_stopping: bool | Literal["never"] = False  # True: end as soon as `width` answers are finished
+    stop_token_ids: Sequence[int] = ()  # ends of an answer beside end-of-sequence
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_stops((), tuple(self.stop_token_ids), self.max_tokens)
+        _check(_whole(self.width, 1), "width", self.width, "a whole number of at least 1")
+        n_fits = self.n is None or (_whole(self.n, 1) and self.n <= self.width)
+        _check(n_fits, "n", self.n, f"a whole number from 1 to width ({self.width})")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _check(
+            _whole(self.min_tokens, 0) and self.min_tokens <= most,
+            "min_tokens",
+            self.min_tokens,
+            f"a whole number from 0 to max_tokens ({self.max_tokens})",
+        )
+        _check(_finite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
+        _check(
+            self.early_stopping in (True, False, "never"),
+            "early_stopping",
+            self.early_stopping,
+            "True, False or 'never'",
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that run: the width."""
+        return self.width
