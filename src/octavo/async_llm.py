@@ -1,0 +1,209 @@
+"""The asynchronous face: each request is an async stream; the engine runs in a thread of its own. Knows no HTTP.
+
+All calls reach the engine through one inbox that its thread empties between steps, so the engine needs no locks, and
+neither the event loop nor the engine ever waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.report import MemoryReport
+from octavo.engine.request import Request, State
+from octavo.errors import OctavoError
+from octavo.llm import Params, Prompt, load_engine, make_config, tokenize
+from octavo.outputs import RequestOutput
+from octavo.params import SamplingParams
+
+T = TypeVar("T")
+
+
+class _Stream:
+    """The newest state of one request, handed from the engine's thread to an event loop; older ones are dropped."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._latest: RequestOutput | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """Called by the engine's thread."""
+        self._latest = output
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is there to read
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def get(self) -> RequestOutput:
+        """The state after the last `put` not yet seen."""
+        await self._changed.wait()
+        self._changed.clear()
+        assert self._latest is not None
+        return self._latest
+
+
+class AsyncLLM:
+    """A model ready to answer many callers at once, from any number of event loops and threads.
+
+    Arguments and errors are those of LLM. `close()` ends the engine's thread; also `async with`.
+    """
+
+    def __init__(self, model: str | Path = "smollm2", *, config: EngineConfig | None = None, **settings: Any) -> None:
+        self._engine = load_engine(model, make_config(config, settings))
+        self._streams: dict[Request, _Stream] = {}  # used by the engine's thread only
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: end
+        self._ids = itertools.count()
+        self._closed = False
+        self._gate = threading.Lock()  # nothing enters the inbox after its None
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._engine.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """The answer to one prompt as it grows; the last item is `finished`.
+
+        A slow reader gets fewer, longer items. Leaving the loop, or cancelling the task, aborts the request. Raises
+        RequestError before the first item for a request that can never be served.
+        """
+        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        text, ids = tokenize(self._engine.tokenizer, prompt)
+        stream = _Stream()
+
+        def add(engine: Engine) -> Request:
+            request = engine.add_request(
+                name, ids, params or SamplingParams(), prompt=text, priority=priority, cache_salt=cache_salt
+            )
+            self._streams[request] = stream
+            return request
+
+        adding = self._call(add)
+        try:
+            await asyncio.wrap_future(adding)
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            with contextlib.suppress(OctavoError):  # closed: everything is aborted already
+                self._call(lambda engine: self._drop(engine, adding))
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request now; its stream ends with finish reason "abort". False if it is not running here."""
+        return await asyncio.wrap_future(self._call(lambda engine: self._abort(engine, request_id)))
+
+    async def memory_report(self) -> MemoryReport:
+        """What the KV memory did since the model was loaded."""
+        return await asyncio.wrap_future(self._call(Engine.memory_report))
+
+    def close(self) -> None:
+        """End the engine's thread; requests that still run end with finish reason "abort"."""
+        self._shut()
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # --- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException:
+            self._shut()
+            self._empty_inbox()
+            raise
+        finally:
+            self._end_all()
+
+    def _work(self) -> None:
+        engine, inbox = self._engine, self._inbox
+        while True:
+            while not engine.has_work or not inbox.empty():
+                order = inbox.get()
+                if order is None:
+                    return
+                order()
+            for request in engine.step():
+                self._hand_out(request)
+
+    def _shut(self) -> None:
+        with self._gate:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
+
+    def _empty_inbox(self) -> None:
+        """After a fault that ended the thread: run what still waits, so that nobody waits for ever."""
+        while (order := self._inbox.get()) is not None:
+            order()
+
+    def _end_all(self) -> None:
+        for request in list(self._streams):
+            self._engine.abort(request.id)
+            self._hand_out(request)
+
+    def _hand_out(self, request: Request) -> None:
+        stream = self._streams.get(request)
+        if stream is not None:
+            stream.put(request.output())
+            if request.state is State.FINISHED:
+                del self._streams[request]
+
+    def _abort(self, engine: Engine, request_id: str) -> bool:
+        request = engine.abort(request_id)
+        if request is not None:
+            self._hand_out(request)
+        return request is not None
+
+    def _drop(self, engine: Engine, adding: Future[Request]) -> None:
+        """The reader has left: abort its request if it ever got in and still runs."""
+        if not adding.cancelled() and adding.exception() is None:
+            request = adding.result()
+            self._streams.pop(request, None)
+            if request.state is not State.FINISHED:
+                engine.abort(request.id)
+
+    def _call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Have the engine's thread run the function between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(self._engine))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._gate:
+            if self._closed:
+                raise OctavoError("This AsyncLLM is closed.")
+            self._inbox.put(run)
+        return future

@@ -1,0 +1,83 @@
+"""What the memory did while the engine ran, as plain numbers for people. Knows nothing of how they are shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.engine.scheduler import Scheduler
+from octavo.kv.manager import KVManager
+
+
+@dataclass(slots=True)
+class MemoryReport:
+    """Counters since the engine started; "used" blocks are those that some sequence holds."""
+
+    block_size: int  # tokens
+    block_bytes: int
+    num_blocks: int
+    free: int  # now
+    cached: int  # now: held by nobody, still findable
+    active: int  # now: held once
+    shared: int  # now: held several times
+    peak_used: int
+    peak_shared: int
+    peak_utilisation: float  # tokens stored / slots held, when most blocks were used
+    copies: int  # blocks copied on write
+    evictions: int  # cached blocks reclaimed
+    preemptions_recompute: int
+    preemptions_swap: int
+    prefix_hit_tokens: int
+    prefix_lookup_tokens: int
+    prompt_tokens: int  # computed; without those found in the prefix cache
+    output_tokens: int
+    busy_seconds: float  # spent in steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Answer tokens a second of work."""
+        return self.output_tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+
+class Meter:
+    """Adds up what a MemoryReport tells, step by step."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.busy_seconds = 0.0
+        self._peak_used = 0
+        self._peak_shared = 0
+        self._peak_utilisation = 0.0
+
+    def observe(self, kv: KVManager) -> None:
+        """Note the state of memory once a step has claimed what it needs."""
+        pool = kv.pool
+        self._peak_shared = max(self._peak_shared, pool.num_shared)
+        if pool.num_active + pool.num_shared > self._peak_used:
+            self._peak_used = pool.num_active + pool.num_shared
+            self._peak_utilisation = kv.usage().utilisation
+
+    def report(self, kv: KVManager, scheduler: Scheduler, block_bytes: int) -> MemoryReport:
+        """The numbers now."""
+        usage = kv.usage()
+        return MemoryReport(
+            block_size=kv.block_size,
+            block_bytes=block_bytes,
+            num_blocks=kv.pool.num_blocks,
+            free=usage.free,
+            cached=usage.cached,
+            active=usage.active,
+            shared=usage.shared,
+            peak_used=self._peak_used,
+            peak_shared=self._peak_shared,
+            peak_utilisation=self._peak_utilisation,
+            copies=usage.copies,
+            evictions=usage.evictions,
+            preemptions_recompute=scheduler.recomputed,
+            preemptions_swap=scheduler.swapped,
+            prefix_hit_tokens=usage.hit_tokens,
+            prefix_lookup_tokens=usage.lookup_tokens,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            busy_seconds=self.busy_seconds,
+        )

@@ -1,0 +1,193 @@
+"""The synchronous face: name a model, hand in prompts, get answers. Knows no HTTP and no command line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.report import MemoryReport
+from octavo.engine.request import Request, State
+from octavo.errors import ConfigError, RequestError
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.tokenizer import Tokenizer
+from octavo.outputs import RequestOutput
+from octavo.params import BeamParams, SamplingParams
+
+Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"  # a text, its token ids, or a conversation
+Params: TypeAlias = "SamplingParams | BeamParams"
+
+
+def load_engine(model: str | Path, config: EngineConfig) -> Engine:
+    """An engine on the model of this path, built-in name or Hub id. Raises ModelError or ConfigError."""
+    from octavo import models
+    from octavo.loading.checkpoint import load_checkpoint
+    from octavo.loading.resolve import resolve
+    from octavo.ops import reference
+
+    checkpoint = load_checkpoint(resolve(model))
+    built = models.build(checkpoint, reference, config.max_model_len)
+    return Engine(built, reference, config, tokenizer=checkpoint.tokenizer, eos_ids=_eos_ids(checkpoint))
+
+
+def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """The tokens that end an answer; a model without a tokenizer names them in its settings, if anywhere."""
+    if checkpoint.tokenizer is not None:
+        return checkpoint.tokenizer.eos_ids
+    named = checkpoint.config.get("eos_token_id")
+    return frozenset(named if isinstance(named, list) else [named] if named is not None else [])
+
+
+def make_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """The config given, or one of the settings given by name. Raises ConfigError for both, or an unknown name."""
+    if config is not None:
+        if settings:
+            raise ConfigError(f"Give a config or single settings ({', '.join(settings)}), not both.")
+        return config
+    known = EngineConfig.__dataclass_fields__
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise ConfigError(f"There is no engine setting {unknown[0]!r}; there are {', '.join(known)}.")
+    return EngineConfig(**settings)
+
+
+def tokenize(tokenizer: Tokenizer | None, prompt: Prompt) -> tuple[str | None, list[int]]:
+    """(text, token ids) of a prompt of any kind. Raises RequestError for one that is none of them."""
+    if not isinstance(prompt, str):
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"A prompt is a text, token ids or messages, not {type(prompt).__name__}.")
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
+            return None, [int(item) for item in prompt if isinstance(item, int)]
+    if tokenizer is None:
+        raise RequestError("This model has no tokenizer; give token ids.")
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt)
+    if not all(isinstance(item, Mapping) for item in prompt):
+        raise RequestError("A prompt is a text, a list of token ids, or a list of messages with role and content.")
+    messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+    return tokenizer.render_chat(messages), tokenizer.encode_chat(messages)
+
+
+class LLM:
+    """A model ready to answer. Settings are EngineConfig's, by name: `LLM("smollm2", kv_memory="2GiB")`.
+
+    Raises ModelError if the model cannot be had, ConfigError for a setting that cannot be.
+    """
+
+    def __init__(self, model: str | Path = "smollm2", *, config: EngineConfig | None = None, **settings: Any) -> None:
+        self.engine = load_engine(model, make_config(config, settings))
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many (together, in one batch); results come in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or a list of messages (rendered by the model's chat template).
+        `params` is one for all or one for each. Raises RequestError if any of them can never be served; nothing is
+        run then.
+        """
+        requests = self._add(prompts, params, priority, cache_salt)
+        try:
+            while any(request.state is not State.FINISHED for request in requests):
+                self.engine.step()
+        finally:
+            self._abort(requests)
+        return [request.output() for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Iterator[list[tuple[int, RequestOutput]]]:
+        """The same, step by step: each item holds (place of the prompt, its answer so far) for those that changed.
+
+        Leaving the loop early aborts what still runs.
+        """
+        requests = self._add(prompts, params, priority, cache_salt)
+        places = {request: place for place, request in enumerate(requests)}
+        try:
+            while any(request.state is not State.FINISHED for request in requests):
+                yield [(places[r], r.output()) for r in self.engine.step() if r in places]
+        finally:
+            self._abort(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params | Sequence[Params] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, each a list of {"role", "content"}; `options` as for `generate`."""
+        return self.generate(messages, params, **options)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None, **options: Any
+    ) -> list[RequestOutput]:
+        """The likeliest answers by beam search, best first; `options` as for `generate`."""
+        return self.generate(prompts, params or BeamParams(), **options)
+
+    def memory_report(self) -> MemoryReport:
+        """What the KV memory did since the model was loaded."""
+        return self.engine.memory_report()
+
+    def _add(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, priority: int, salt: str
+    ) -> list[Request]:
+        batch = as_batch(prompts)
+        each = _params_for_each(params, len(batch))
+        requests: list[Request] = []
+        try:
+            for prompt, own in zip(batch, each, strict=True):
+                text, ids = tokenize(self.tokenizer, prompt)
+                name = f"request-{next(self._ids)}"
+                requests.append(
+                    self.engine.add_request(name, ids, own, prompt=text, priority=priority, cache_salt=salt)
+                )
+        except BaseException:
+            self._abort(requests)
+            raise
+        return requests
+
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.id)
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts: one prompt of any kind becomes a list of one."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return [prompts]
+    if prompts and isinstance(prompts[0], (int, Mapping)):
+        return [prompts]  # type: ignore[list-item]  # a list of token ids or of messages is one prompt
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for_each(params: Params | Sequence[Params] | None, count: int) -> list[Params]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, (SamplingParams, BeamParams)):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"There are {count} prompts but {len(params)} params; give one for all or one for each.")
+    return list(params)

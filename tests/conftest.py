@@ -1,0 +1,31 @@
+"""What all tests share: where real weights and shared data are, and the oracle, loaded once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.loading.resolve import resolve
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The embedded default model's file, fetched to the cache on first use."""
+    return resolve("smollm2")
+
+
+@pytest.fixture(scope="session")
+def oracle(smollm2_path: Path) -> Any:
+    """Transformers' SmolLM2 of the same file, float32, eager attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()

@@ -1,0 +1,167 @@
+"""AsyncLLM over the toy engine: streams, readers that leave, aborts and ends from many tasks at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from octavo.async_llm import AsyncLLM
+from octavo.errors import OctavoError, RequestError
+from octavo.outputs import RequestOutput
+from octavo.params import SamplingParams
+from tests.engine.test_engine_memory import make_engine
+from tests.engine.toy import ToyModel, greedy
+
+
+@pytest.fixture
+def model() -> ToyModel:
+    return ToyModel()
+
+
+@pytest.fixture
+def llm(model: ToyModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+    monkeypatch.setattr("octavo.async_llm.load_engine", lambda *_: make_engine(model, num_blocks=400))
+    made = AsyncLLM("toy")
+    yield made
+    made.close()
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+async def wait_until_empty(llm: AsyncLLM) -> None:
+    for _ in range(200):
+        report = await llm.memory_report()
+        if report.active + report.shared == 0:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("blocks are still held")
+
+
+def test_a_stream_grows_and_ends_and_equals_what_the_engine_gives_alone(llm: AsyncLLM) -> None:
+    params = greedy(max_tokens=30, ignore_eos=True)
+    outputs = asyncio.run(collect(llm.generate([1, 2, 3], params)))
+    lengths = [len(o.completions[0].token_ids) for o in outputs]
+    assert lengths == sorted(lengths)
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    alone = make_engine()
+    request = alone.add_request("a", [1, 2, 3], params)
+    while alone.has_work:
+        alone.step()
+    assert outputs[-1].completions[0].token_ids == request.ended[0].output_token_ids
+    assert len(outputs[-1].completions[0].token_ids) == 30
+
+
+def test_many_streams_at_once_and_a_third_of_the_readers_leave(llm: AsyncLLM) -> None:
+    async def reader(number: int) -> list[int] | None:
+        stream = llm.generate([number % 20, 1, 2], greedy(max_tokens=40, ignore_eos=True))
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                if number % 3 == 0 and len(output.completions[0].token_ids) > 2:
+                    return None
+        return output.completions[0].token_ids
+
+    async def main() -> list[list[int] | None]:
+        answers = await asyncio.gather(*(reader(i) for i in range(60)))
+        await wait_until_empty(llm)
+        return answers
+
+    answers = asyncio.run(main())
+    for number, answer in enumerate(answers):
+        if number % 3:
+            assert answer is not None
+            assert len(answer) == 40
+            assert answer == answers[number % 20] or (number % 20) % 3 == 0
+
+
+def test_a_cancelled_task_frees_its_blocks(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(collect(llm.generate([1] * 30, greedy(max_tokens=None, ignore_eos=True))))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await wait_until_empty(llm)
+
+    asyncio.run(main())
+
+
+def test_abort_ends_the_stream_and_says_so(llm: AsyncLLM) -> None:
+    async def main() -> RequestOutput:
+        task = asyncio.create_task(
+            collect(llm.generate([1], greedy(max_tokens=None, ignore_eos=True), request_id="it"))
+        )
+        while not await llm.abort("it"):
+            await asyncio.sleep(0.001)
+        assert not await llm.abort("it")
+        return (await task)[-1]
+
+    output = asyncio.run(main())
+    assert output.finished
+    assert output.completions[0].finish_reason == "abort"
+
+
+def test_a_request_that_cannot_be_is_refused_before_anything_runs(llm: AsyncLLM) -> None:
+    with pytest.raises(RequestError, match="token id 99"):
+        asyncio.run(collect(llm.generate([99], greedy())))
+    with pytest.raises(RequestError, match="no tokenizer"):
+        asyncio.run(collect(llm.generate("text", greedy())))
+
+
+def test_a_failing_step_ends_its_streams_with_the_reason_and_the_next_is_served(llm: AsyncLLM, model: ToyModel) -> None:
+    model.fail_on_token = 9
+    bad = asyncio.run(collect(llm.generate([9], greedy())))[-1]
+    assert bad.completions[0].finish_reason == "error"
+    assert "a kernel broke" in (bad.error or "")
+    good = asyncio.run(collect(llm.generate([4], greedy(max_tokens=1))))[-1]
+    assert len(good.completions[0].token_ids) == 1
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes_after(llm: AsyncLLM) -> None:
+    async def main() -> RequestOutput:
+        task = asyncio.create_task(collect(llm.generate([1], SamplingParams(max_tokens=None, ignore_eos=True))))
+        await asyncio.sleep(0.005)
+        await asyncio.to_thread(llm.close)
+        return (await task)[-1]
+
+    assert asyncio.run(main()).completions[0].finish_reason in ("abort", "length")
+    with pytest.raises(OctavoError, match="closed"):
+        asyncio.run(collect(llm.generate([1], greedy())))
+
+
+def test_a_fault_of_the_engine_itself_leaves_no_reader_waiting(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+
+    async def main() -> RequestOutput:
+        task = asyncio.create_task(collect(llm.generate([1], greedy(max_tokens=None, ignore_eos=True))))
+        await asyncio.sleep(0.005)
+        monkeypatch.setattr(llm._engine.scheduler, "schedule", lambda: 1 / 0)
+        return (await asyncio.wait_for(task, 5))[-1]
+
+    assert asyncio.run(main()).finished
+    llm._thread.join(5)
+    assert isinstance(seen[0].exc_value, ZeroDivisionError)
+    with pytest.raises(OctavoError, match="closed"):
+        asyncio.run(collect(llm.generate([1], greedy())))
+
+
+def test_two_event_loops_in_two_threads_share_one_engine(llm: AsyncLLM) -> None:
+    results: dict[int, int] = {}
+
+    def work(number: int) -> None:
+        outputs = asyncio.run(collect(llm.generate([number], greedy(max_tokens=20, ignore_eos=True))))
+        results[number] = len(outputs[-1].completions[0].token_ids)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert results == dict.fromkeys(range(6), 20)

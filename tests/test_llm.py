@@ -1,0 +1,92 @@
+"""LLM's face over the toy engine: kinds of prompts, params for all or each, order, streams, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.errors import ConfigError, RequestError
+from octavo.llm import LLM, as_batch
+from octavo.params import BeamParams, SamplingParams
+from tests.engine.test_engine_memory import make_engine
+from tests.engine.toy import greedy
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
+    monkeypatch.setattr("octavo.llm.load_engine", lambda *_: make_engine(num_blocks=400))
+    return LLM("toy")
+
+
+def test_one_prompt_or_many_come_back_in_order(llm: LLM) -> None:
+    (one,) = llm.generate([1, 2, 3], greedy(max_tokens=4, ignore_eos=True))
+    many = llm.generate([[5], [1, 2, 3], [7, 7]], greedy(max_tokens=4, ignore_eos=True))
+    assert [o.prompt_token_ids for o in many] == [[5], [1, 2, 3], [7, 7]]
+    assert many[1].completions[0].token_ids == one.completions[0].token_ids
+    assert all(o.finished and o.timings.ttft is not None for o in many)
+
+
+def test_params_for_each_prompt(llm: LLM) -> None:
+    outputs = llm.generate([[1], [2]], [greedy(max_tokens=2, ignore_eos=True), BeamParams(width=3, max_tokens=5)])
+    assert len(outputs[0].completions[0].token_ids) == 2
+    assert len(outputs[1].completions) == 3
+    scores = [c.score for c in outputs[1].completions]
+    assert scores == sorted(scores, reverse=True)
+    with pytest.raises(RequestError, match="2 prompts but 1 params"):
+        llm.generate([[1], [2]], [greedy()])
+
+
+def test_a_refused_prompt_runs_none_of_its_company(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="token id 99"):
+        llm.generate([[1], [99]], greedy())
+    assert not llm.engine.has_work
+
+
+def test_a_stream_left_early_aborts_what_still_runs(llm: LLM) -> None:
+    stream = llm.stream([[1], [2]], greedy(max_tokens=None, ignore_eos=True))
+    changed = next(stream)
+    assert [place for place, _ in changed] == [0, 1]
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.has_work
+    assert llm.memory_report().active == 0
+
+
+def test_the_last_stream_items_are_what_generate_gives(llm: LLM) -> None:
+    params = SamplingParams(seed=5, n=2, max_tokens=6, ignore_eos=True)
+    last: dict[int, Any] = {}
+    for changed in llm.stream([[1], [2, 3]], params):
+        last.update(changed)
+    for place, output in enumerate(llm.generate([[1], [2, 3]], params)):
+        assert [c.token_ids for c in last[place].completions] == [c.token_ids for c in output.completions]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "batch"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], "b"], [[1], "b"]),
+        ([{"role": "user", "content": "x"}], [[{"role": "user", "content": "x"}]]),
+        ([[{"role": "user"}]], [[{"role": "user"}]]),
+        ([], []),
+    ],
+)
+def test_what_is_one_prompt_and_what_are_many(prompts: Any, batch: Any) -> None:
+    assert as_batch(prompts) == batch
+
+
+@pytest.mark.parametrize("prompt", [[[1.5]], [[True]], [[None]], [3.0], {"a": 1}])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(prompt, greedy())
+
+
+def test_an_unknown_or_double_setting_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="no engine setting 'gpu_memory'"):
+        LLM("toy", gpu_memory=1)
+    from octavo.config import EngineConfig
+
+    with pytest.raises(ConfigError, match="not both"):
+        LLM("toy", config=EngineConfig(), block_size=4)
