@@ -124,6 +124,8 @@ class Request:
     state: State = State.WAITING
     live: list[Sequence] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of its first sequence's tokens, once hashed
+    awaited: bytes | None = None  # the key of a block that it waits for another request to compute
     forks: list[Fork] = field(default_factory=list)  # sequences still to be forked again after a preemption
     beam: BeamSearch | None = None
     timings: Timings = field(default_factory=lambda: Timings(arrived=time.perf_counter()))

@@ -294,6 +294,8 @@ class Scheduler:
         insort(self.running, request, key=lambda r: r.order)
 
     def _admit(self, request: Request) -> Outcome:
+        if request.awaited in self.kv.in_flight:
+            return Outcome.WAIT
         watermark = self._watermark if self.running else 0
         if request.state is State.SWAPPED:
             ids = [seq.id for seq in request.live]
@@ -304,8 +306,14 @@ class Scheduler:
         forks = _forks(request.live) if request.started else []
         reserve = self._reserve(request, forks) + watermark if self.running else 0
         admission = self.kv.admit(
-            root.id, tokens, salt=request.salt, use_cache=not request.wants_prompt_logprobs, reserve=reserve
+            root.id,
+            tokens,
+            salt=request.salt,
+            use_cache=not request.wants_prompt_logprobs,
+            reserve=reserve,
+            keys=request.keys,
         )
+        request.awaited = admission.awaited
         if admission.outcome is Outcome.ADMITTED:
             root.computed, root.prefill_end = admission.cached_tokens, len(tokens)
             request.forks = forks
@@ -340,6 +348,7 @@ class Scheduler:
                     self._release(seq)
                 seq.computed = seq.prefill_end = 0
         request.forks.clear()
+        request.keys.clear()  # they were another sequence's if its first one has ended since
         self._enqueue(request)
 
     def _swap_out(self, request: Request) -> bool:
