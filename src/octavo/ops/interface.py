@@ -130,10 +130,14 @@ class Ops(Protocol):
         ...
 
     # --- paged attention --------------------------------------------------------------------------------------------
+    def plan(self, step: StepInput, /) -> Array:
+        """What every layer's attention needs of the step and is worked out once: made anew for each forward pass."""
+        ...
+
     def attention(
-        self, q: Array, k: Array, v: Array, cache: Array, layer: int, step: StepInput, spec: AttentionSpec, /
+        self, q: Array, k: Array, v: Array, cache: Array, layer: int, plan: Array, spec: AttentionSpec, /
     ) -> Array:
-        """Rotate q and k, write k and v to `step.slots` of `cache`, attend causally over each sequence's blocks.
+        """Rotate q and k, write k and v to the step's slots of `cache`, attend causally over each sequence's blocks.
 
         q [T, H * D]; k, v [T, G * D]; returns [T, H * D]. Query head h reads key/value head h // (H // G).
         """
