@@ -1,0 +1,35 @@
+"""The `octavo` command. Here only: how it starts, and how it says that something went wrong. Knows no command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from octavo.errors import ConfigError, OctavoError, RequestError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 1 failed, 2 asked for what cannot be, 130 interrupted by Ctrl-C."""
+    from typer import Abort
+
+    from octavo.cli.app import app
+
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a console may lack a character
+    try:
+        code = app(arguments, prog_name="octavo", standalone_mode=False)
+    except (KeyboardInterrupt, Abort):  # which of them, depends on typer's version
+        code = 130
+    except OctavoError as problem:
+        code = _say(str(problem), 2 if isinstance(problem, (ConfigError, RequestError)) else 1)
+    except Exception as problem:
+        # typer's own errors share no public base class across its versions, but all can be shown
+        if not hasattr(problem, "format_message"):
+            raise
+        code = _say(problem.format_message(), getattr(problem, "exit_code", 2))
+    sys.exit(code or 0)
+
+
+def _say(message: str, code: int) -> int:
+    print(f"octavo: {' '.join(message.split())}", file=sys.stderr)
+    return code

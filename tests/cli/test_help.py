@@ -1,0 +1,62 @@
+"""Every command and option explains itself, quickly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from octavo.cli.app import app
+
+from .conftest import Octavo
+
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+
+
+def test_all_commands_are_there() -> None:
+    assert sorted(COMMANDS) == ["batch", "chat", "demo", "generate", "models", "plan"]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_option_is_explained_and_every_command_has_an_example(name: str) -> None:
+    command = COMMANDS[name]
+    shown = CliRunner().invoke(app, [name, "--help"], terminal_width=200).output
+    assert f"octavo {name}" in command.help
+    assert "Example" in command.help
+    for parameter in command.params:
+        assert parameter.help, f"{name} {parameter.name}"
+        assert (parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar) in shown
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_examples_are_command_lines_that_are_understood(name: str, octavo: Octavo) -> None:
+    import shlex
+
+    for line in COMMANDS[name].help.splitlines():
+        if line.strip().startswith("octavo "):
+            words = shlex.split(line.split(">")[0])[1:]
+            ran = octavo(*words, "--help")  # an option that there is not is refused even so
+            assert ran.code == 0, ran.err
+
+
+def test_version_and_no_command_at_all(octavo: Octavo) -> None:
+    from octavo import __version__
+
+    assert octavo("--version").out == f"octavo {__version__}\n"
+    ran = octavo()
+    assert ran.code == 0
+    assert all(name in ran.out for name in COMMANDS)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom octavo.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'numpy', 'tokenizers', 'jinja2', 'gguf', 'huggingface_hub', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
