@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.loading.resolve import resolve
+from tests.gguf_oracle import load_oracle
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -21,11 +22,4 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def oracle(smollm2_path: Path) -> Any:
     """Transformers' SmolLM2 of the same file, float32, eager attention."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(
-        str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()
+    return load_oracle(smollm2_path)

@@ -126,6 +126,42 @@ def test_keys_kept_by_the_caller_serve_a_prompt_that_comes_back_longer_or_shorte
     rig.manager.check()
 
 
+def test_keys_stay_the_callers_and_name_no_block_beyond_the_prompt() -> None:
+    rig = Rig(4)
+    text, keys = [1] * 9, list[bytes]()
+    rig.manager.cache.extend_keys(keys, [1] * 12, b"", 3)
+    assert rig.manager.admit(0, text, keys=keys) == (Outcome.ADMITTED, 0, None)
+    assert list(rig.manager.in_flight) == keys[:2]  # the third is of a block that it may fill with other tokens
+    assert len(keys) == 3
+    keys.clear()
+    rig.compute(0, text)
+    text += [2] * 3
+    assert rig.manager.grow(0, 3)
+    rig.compute(0, text)
+    assert rig.right(0, text)
+
+
+def test_a_refused_prompt_is_hashed_no_further_than_its_first_miss() -> None:
+    rig = Rig(4)
+    keys: list[bytes] = []
+    assert rig.manager.admit(0, [1] * 20, keys=keys).outcome is Outcome.NO_SPACE
+    assert len(keys) == 1
+
+
+def test_who_waits_is_told_for_which_block() -> None:
+    rig = Rig(12)
+    prompt, other, keys = [1] * 9, [1] * 8 + [2] * 5, list[bytes]()
+    rig.manager.cache.extend_keys(keys, other, b"", 3)
+    rig.manager.admit(0, prompt)
+    for block in range(2):
+        admission = rig.manager.admit(1, other, keys=keys)
+        assert admission == (Outcome.WAIT, 0, keys[block])
+        assert admission.awaited in rig.manager.in_flight
+        rig.compute(0, prompt, 4)
+        assert admission.awaited not in rig.manager.in_flight
+    assert rig.manager.admit(1, other, keys=keys) == (Outcome.ADMITTED, 8, None)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("num_sequences", [1, 2, 4])
 def test_the_blocks_of_a_forked_prompt_are_foretold(num_tokens: int, num_sequences: int) -> None:
@@ -515,6 +551,15 @@ def test_usage_counts_a_shared_block_once() -> None:
     usage = rig.manager.usage()
     assert (usage.tokens_stored, usage.slots_held, usage.copies) == (4 + 3 + 2, 12, 1)
     assert KVManager(4).usage().utilisation == 1.0
+
+
+def test_usage_counts_a_published_block_as_the_full_one_it_is() -> None:
+    rig = Rig(16)
+    admitted(rig, 0, [1] * 9)
+    rig.manager.fork(0, 1, 6)
+    rig.manager.free(0)  # of the second block the child reads half; the cache still finds all of it
+    usage = rig.manager.usage()
+    assert (usage.active, usage.tokens_stored, usage.slots_held) == (2, 8, 8)
 
 
 def test_usage_counts_hits_evictions_and_rates() -> None:
