@@ -81,6 +81,8 @@ def test_many_streams_at_once_and_a_third_of_the_readers_leave(llm: AsyncLLM) ->
 
 
 def test_a_cancelled_task_frees_its_blocks(llm: AsyncLLM) -> None:
+    """A client that left kept its blocks."""
+
     async def main() -> None:
         task = asyncio.create_task(collect(llm.generate([1] * 30, greedy(max_tokens=None, ignore_eos=True))))
         await asyncio.sleep(0.02)

@@ -240,6 +240,25 @@ def test_a_preempted_request_that_hits_the_cache_on_return_computes_only_the_res
     assert_right(engine, request)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_request_preempted_in_its_prefill_has_no_output_and_yet_was_begun(mode: str, caching: bool) -> None:
+    """ "No output yet" was taken for "never prefilled"."""
+    model = ToyModel()
+    engine = make_engine(model, max_batched_tokens=9, preemption=mode, prefix_caching=caching, swap_memory=1 << 16)
+    request = engine.add_request("a", [i % VOCAB for i in range(40)], greedy(max_tokens=6, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    assert request.live[0].computed == 27
+    engine.scheduler._preempt(request)
+    model.steps.clear()
+    run(engine)
+    assert_right(engine, request)
+    assert sum(step.tokens for step in model.steps) == (40 - 24 if caching else 40) + 5
+    assert (request.output().cached_tokens, request.output().computed_tokens) == (0, 40)  # its own blocks are no hit
+    assert_nothing_is_lost(engine)
+
+
 def test_swap_filled_by_many_samples_falls_back_to_recompute() -> None:
     """Many n > 1 requests filled the swap and stopped everything."""
     engine = make_engine(num_blocks=24, preemption="swap", swap_memory=8 * 4 * 3)

@@ -125,6 +125,14 @@ def test_a_window_does_not_look_at_tiles_wholly_outside() -> None:
     assert looked_at == set(scene.step.block_tables[0, 29:32].tolist())  # places 117 to 126
 
 
+def test_windows_that_begin_in_other_blocks_end_within_the_table() -> None:
+    """The first spans blocks 29 to 31, the second 28 to 31: looked at together, the first must not reach block 32."""
+    scene = make_scene(lengths=[(127, 1), (125, 1)], heads=2, kv_heads=1, head_dim=64, block_size=4, seed=3)
+    assert scene.step.block_tables.shape == (2, 32)
+    options = {"window": 10, "scale": 0.125}
+    np.testing.assert_allclose(attend(scene, options), naive_attention(scene, **options), atol=3e-6)
+
+
 def test_a_prompt_looks_at_each_tile_once_and_never_ahead() -> None:
     length = 4096
     step = StepInput(

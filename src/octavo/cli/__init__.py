@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,10 @@ from octavo.errors import ConfigError, OctavoError, RequestError
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 1 failed, 2 asked for what cannot be, 130 interrupted by Ctrl-C."""
+    # OpenBLAS's threads spin while they wait for each other: with one a core, on a machine that others use too, all
+    # of them wait most of the time. It reads this when NumPy is loaded.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, cpus // 2)))
     from typer import Abort
 
     from octavo.cli.app import app

@@ -317,7 +317,7 @@ class Scheduler:
         if admission.outcome is Outcome.ADMITTED:
             root.computed, root.prefill_end = admission.cached_tokens, len(tokens)
             request.forks = forks
-            if not request.started:
+            if request.preemptions == 0:
                 request.cached_tokens = admission.cached_tokens
         return admission.outcome
 
