@@ -12,6 +12,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.report import MemoryReport
 from octavo.engine.request import Request, State
 from octavo.errors import ConfigError, RequestError
+from octavo.interrupts import undivided
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import RequestOutput
@@ -73,7 +74,9 @@ def tokenize(tokenizer: Tokenizer | None, prompt: Prompt) -> tuple[str | None, l
 
 
 class LLM:
-    """A model ready to answer. Settings are EngineConfig's, by name: `LLM("smollm2", kv_memory="2GiB")`.
+    """A model ready to answer one caller; for several at once, or from several threads, there is AsyncLLM.
+
+    Settings are EngineConfig's, by name: `LLM("smollm2", kv_memory="2GiB")`.
 
     Raises ModelError if the model cannot be had, ConfigError for a setting that cannot be.
     """
@@ -107,7 +110,7 @@ class LLM:
         requests = self._add(prompts, params, priority, cache_salt)
         try:
             while any(request.state is not State.FINISHED for request in requests):
-                self.engine.step()
+                self._step()
         finally:
             self._abort(requests)
         return [request.output() for request in requests]
@@ -128,7 +131,7 @@ class LLM:
         places = {request: place for place, request in enumerate(requests)}
         try:
             while any(request.state is not State.FINISHED for request in requests):
-                yield [(places[r], r.output()) for r in self.engine.step() if r in places]
+                yield [(places[r], r.output()) for r in self._step() if r in places]
         finally:
             self._abort(requests)
 
@@ -150,6 +153,10 @@ class LLM:
     def memory_report(self) -> MemoryReport:
         """What the KV memory did since the model was loaded."""
         return self.engine.memory_report()
+
+    def _step(self) -> list[Request]:
+        with undivided():
+            return self.engine.step()
 
     def _add(
         self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, priority: int, salt: str

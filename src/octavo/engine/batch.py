@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from octavo.engine.request import Sequence
 from octavo.engine.scheduler import StepPlan
-from octavo.kv.manager import KVManager
+from octavo.kv.manager import KVManager, SequenceState
 from octavo.ops.interface import StepInput
 
 Int32 = NDArray[np.int32]
@@ -29,22 +29,22 @@ class Batch:
         self._last_token: Int32 = np.zeros(max_rows, np.int32)
         self._computed: Int32 = np.zeros(max_rows, np.int32)
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._members: dict[int, Sequence] = {}  # by the KV manager's id
+        self._members: dict[int, tuple[Sequence, SequenceState]] = {}  # by the KV manager's id
 
-    def leave(self, sequences: Iterable[Sequence]) -> None:
-        """Free the rows of sequences that hold no memory any more."""
-        for seq in sequences:
-            if seq.row >= 0:
-                self._free_rows.append(seq.row)
-                del self._members[seq.id]
-                seq.row = -1
+    def leave(self) -> None:
+        """Free the rows of sequences that lost the memory they joined with: ended, preempted or swapped out."""
+        memory = self._kv.sequences
+        for seq_id in [i for i, (_, state) in self._members.items() if memory.get(i) is not state]:
+            seq, _ = self._members.pop(seq_id)
+            self._free_rows.append(seq.row)
+            seq.row = -1
 
     def join(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Give a row to each sequence that has none; returns those that joined."""
         joined = [seq for seq in sequences if seq.row < 0]
         for seq in joined:
             seq.row = self._free_rows.pop()
-            self._members[seq.id] = seq
+            self._members[seq.id] = seq, self._kv.sequences[seq.id]
             self._last_token[seq.row] = seq.tokens[-1]
             self._computed[seq.row] = seq.computed
             self._copy_table(seq)
@@ -54,7 +54,7 @@ class Batch:
         """The arrays of a step whose sequences have all joined; logits are wanted where a sequence draws a token."""
         for seq_id in self._kv.take_changed():
             if seq_id in self._members:
-                self._copy_table(self._members[seq_id])
+                self._copy_table(self._members[seq_id][0])
         sequences, num_decodes = plan.sequences, plan.num_decodes
         rows = np.fromiter((seq.row for seq in sequences), np.int32, len(sequences))
         counts = np.fromiter(plan.counts, np.int32, len(sequences))

@@ -156,7 +156,7 @@ class Engine:
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
         self._meter.observe(self.kv)
-        self._batch.leave(plan.left)
+        self._batch.leave()
         touched = self._end_what_cannot_go_on(plan)
         touched += self._move(plan.memory)
         if plan.sequences and all(seq.request.state is State.RUNNING for seq in plan.sequences):

@@ -30,7 +30,6 @@ class StepPlan:
     counts: list[int] = field(default_factory=list)
     num_decodes: int = 0  # the first so many sequences decode one token each; the others are prompt chunks
     memory: MemoryOps = field(default_factory=MemoryOps)
-    left: list[Sequence] = field(default_factory=list)  # gave up their memory since the last plan
     exhausted: list[Sequence] = field(default_factory=list)  # alone and out of blocks: their answers end here
     stuck: list[Request] = field(default_factory=list)  # cannot be admitted though nothing else runs
 
@@ -82,7 +81,6 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap by order; the aborted are skipped
         self._num_waiting = 0
         self._num_swapped = 0
-        self._left: list[Sequence] = []
         self._new_sequence_id = new_sequence_id
         # Blocks an admission leaves free while others run, lest they be preempted at their next page fault.
         self._watermark = kv.pool.num_blocks // 100
@@ -118,14 +116,14 @@ class Scheduler:
         request = seq.request
         request.live.remove(seq)
         request.ended.append(seq)
-        self._release(seq)
+        self.kv.free(seq.id)
         if not request.live:
             self.finish(request, "stop")
 
     def drop(self, seq: Sequence) -> None:
         """A beam that nobody continues: release its blocks and forget it."""
         seq.request.live.remove(seq)
-        self._release(seq)
+        self.kv.free(seq.id)
 
     def fail(self, request: Request, message: str) -> None:
         """The request cannot be served further, for this reason."""
@@ -143,7 +141,7 @@ class Scheduler:
         for seq in request.live:
             seq.finish_reason = reason
             if request.state is not State.WAITING and id(seq) not in unforked:
-                self._release(seq)
+                self.kv.free(seq.id)
         request.ended += request.live
         request.live.clear()
         request.forks.clear()
@@ -164,7 +162,6 @@ class Scheduler:
         if preempted == self.recomputed + self.swapped:  # who was just preempted shall not come back at once
             self._admit_waiting(plan, budget)
         plan.memory = self.kv.take_ops()
-        plan.left, self._left = self._left, []
         return plan
 
     def _schedule_decodes(self, plan: StepPlan) -> list[Sequence]:
@@ -245,7 +242,7 @@ class Scheduler:
             request.live.remove(one)
             request.ended.append(one)
             if id(one) not in unforked:
-                self._release(one)
+                self.kv.free(one.id)
             plan.exhausted.append(one)
 
     def _schedule_chunk(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
@@ -338,14 +335,13 @@ class Scheduler:
             request.state = State.SWAPPED
             self.swapped += 1
             self._num_swapped += 1
-            self._left.extend(request.live)
         else:
             request.state = State.WAITING
             self.recomputed += 1
             unforked = {id(fork.child) for fork in request.forks}
             for seq in request.live:
                 if id(seq) not in unforked:
-                    self._release(seq)
+                    self.kv.free(seq.id)
                 seq.computed = seq.prefill_end = 0
         request.forks.clear()
         request.keys.clear()  # they were another sequence's if its first one has ended since
@@ -387,10 +383,6 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.order, request))
         self._num_waiting += 1
-
-    def _release(self, seq: Sequence) -> None:
-        self.kv.free(seq.id)
-        self._left.append(seq)
 
 
 def _forks(live: list[Sequence]) -> list[Fork]:
