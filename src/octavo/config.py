@@ -21,7 +21,7 @@ def parse_bytes(text: int | str) -> int:
         if text < 0:
             raise ConfigError(f"A memory size cannot be negative: {text}.")
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"{text!r} is not a memory size; write it like 512MiB, 24GiB or 1.5GB.")

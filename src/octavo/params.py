@@ -23,12 +23,14 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _check_stops(stop: tuple[str, ...], stop_token_ids: tuple[int, ...], max_tokens: int | None) -> None:
+def _check_ends(params: SamplingParams | BeamParams, stop: tuple[str, ...]) -> None:
+    """What says when an answer is over."""
+    stop_ids, least, most = tuple(params.stop_token_ids), params.min_tokens, params.max_tokens
     _check(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
-    _check(all(_whole(t, 0) for t in stop_token_ids), "stop_token_ids", stop_token_ids, "token ids (0 or more)")
-    _check(
-        max_tokens is None or _whole(max_tokens, 1), "max_tokens", max_tokens, "a whole number of at least 1, or None"
-    )
+    _check(all(_whole(t, 0) for t in stop_ids), "stop_token_ids", stop_ids, "token ids (0 or more)")
+    _check(most is None or _whole(most, 1), "max_tokens", most, "a whole number of at least 1, or None")
+    fits = _whole(least, 0) and (most is None or least <= most)
+    _check(fits, "min_tokens", least, f"a whole number from 0 to max_tokens ({most})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +66,10 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_stops(stop, tuple(self.stop_token_ids), self.max_tokens)
+        _check_ends(self, stop)
         _check(_whole(self.n, 1), "n", self.n, "a whole number of at least 1")
         best_of_fits = self.best_of is None or _whole(self.best_of, self.n)
         _check(best_of_fits, "best_of", self.best_of, f"a whole number of at least n ({self.n})")
-        most = math.inf if self.max_tokens is None else self.max_tokens
-        _check(
-            _whole(self.min_tokens, 0) and self.min_tokens <= most,
-            "min_tokens",
-            self.min_tokens,
-            f"a whole number from 0 to max_tokens ({self.max_tokens})",
-        )
         _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
         _check(_whole(self.top_k, 0), "top_k", self.top_k, "a whole number of at least 1, or 0 for all")
         _check(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "over 0 and at most 1")
@@ -116,17 +111,10 @@ class BeamParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_stops((), tuple(self.stop_token_ids), self.max_tokens)
+        _check_ends(self, ())
         _check(_whole(self.width, 1), "width", self.width, "a whole number of at least 1")
         n_fits = self.n is None or (_whole(self.n, 1) and self.n <= self.width)
         _check(n_fits, "n", self.n, f"a whole number from 1 to width ({self.width})")
-        most = math.inf if self.max_tokens is None else self.max_tokens
-        _check(
-            _whole(self.min_tokens, 0) and self.min_tokens <= most,
-            "min_tokens",
-            self.min_tokens,
-            f"a whole number from 0 to max_tokens ({self.max_tokens})",
-        )
         _check(_finite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
         _check(
             self.early_stopping in (True, False, "never"),
