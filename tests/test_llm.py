@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.errors import ConfigError, RequestError
 from octavo.llm import LLM, as_batch
 from octavo.params import BeamParams, SamplingParams
 from tests.engine.test_engine_memory import make_engine
-from tests.engine.toy import greedy
+from tests.engine.toy import ToyOps, greedy
 
 
 @pytest.fixture
@@ -71,6 +72,9 @@ def test_the_last_stream_items_are_what_generate_gives(llm: LLM) -> None:
         ([{"role": "user", "content": "x"}], [[{"role": "user", "content": "x"}]]),
         ([[{"role": "user"}]], [[{"role": "user"}]]),
         ([], []),
+        (np.array([1, 2]), [[1, 2]]),
+        (np.array([[1], [2]]), [[1], [2]]),
+        ([np.int64(1), np.int64(2)], [[1, 2]]),
     ],
 )
 def test_what_is_one_prompt_and_what_are_many(prompts: Any, batch: Any) -> None:
@@ -81,6 +85,31 @@ def test_what_is_one_prompt_and_what_are_many(prompts: Any, batch: Any) -> None:
 def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompt, greedy())
+
+
+def test_chat_takes_no_text_and_no_message_without_content(llm: LLM) -> None:
+    for wrong in ("hello", ["hello"]):
+        with pytest.raises(RequestError, match="chat takes messages"):
+            llm.chat(wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="role and content"):
+        llm.chat([{"role": "user"}])
+
+
+def test_memory_that_cannot_be_had_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new_cache(*_: object) -> object:
+        raise MemoryError
+
+    monkeypatch.setattr(ToyOps, "new_cache", new_cache)
+    with pytest.raises(ConfigError, match=r"64 KV blocks take 0\.0 GiB, more than .* lower kv_memory or num_blocks\."):
+        make_engine()
+
+
+def test_the_report_tells_of_sharing_and_use_that_lasted_less_than_a_step(llm: LLM) -> None:
+    llm.generate([1, 2], SamplingParams(n=3, max_tokens=2, seed=1, ignore_eos=True))
+    report = llm.memory_report()
+    assert (report.peak_shared, report.peak_used, report.copies) == (1, 3, 2)
+    assert report.peak_utilisation == 0.75  # three blocks of three tokens each
+    assert "copies" in str(report)
 
 
 def test_an_unknown_or_double_setting_is_refused_by_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.config import EngineConfig, parse_bytes
@@ -37,6 +38,10 @@ from octavo.params import BeamParams, SamplingParams
         {"logprobs": -1},
         {"prompt_logprobs": 1.5},
         {"stop": ["a", ""]},
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": "5"},
+        {"logit_bias": [1]},
         {"stop_token_ids": [-3]},
     ],
 )
@@ -45,6 +50,16 @@ def test_a_sampling_parameter_that_cannot_be_is_refused_by_name(wrong: dict[str,
     with pytest.raises(RequestError, match=rf"^{name} is .*; it must be ") as refusal:
         SamplingParams(**wrong)
     assert str(refusal.value).endswith(".")
+
+
+def test_numbers_of_numpy_are_numbers_and_what_the_caller_changes_later_stays_theirs() -> None:
+    bias, stops = {np.int64(3): np.float32(1.5)}, [np.int32(7)]
+    params = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), logit_bias=bias, stop_token_ids=stops, seed=np.uint64(9)
+    )
+    bias.clear()
+    stops.clear()
+    assert (params.logit_bias, params.stop_token_ids) == ({3: 1.5}, (7,))
 
 
 @pytest.mark.parametrize(

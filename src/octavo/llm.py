@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,19 +59,28 @@ def make_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> Eng
 
 def tokenize(tokenizer: Tokenizer | None, prompt: Prompt) -> tuple[str | None, list[int]]:
     """(text, token ids) of a prompt of any kind. Raises RequestError for one that is none of them."""
-    if not isinstance(prompt, str):
-        if not isinstance(prompt, Sequence):
-            raise RequestError(f"A prompt is a text, token ids or messages, not {type(prompt).__name__}.")
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-            return None, [int(item) for item in prompt if isinstance(item, int)]
-    if tokenizer is None:
-        raise RequestError("This model has no tokenizer; give token ids.")
+    prompt = _plain(prompt)
     if isinstance(prompt, str):
-        return prompt, tokenizer.encode(prompt)
-    if not all(isinstance(item, Mapping) for item in prompt):
+        return prompt, _tokenizer(tokenizer).encode(prompt)
+    if not isinstance(prompt, Sequence):
+        raise RequestError(f"A prompt is a text, token ids or messages, not {type(prompt).__name__}.")
+    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
+        return None, [int(item) for item in prompt if isinstance(item, Integral)]
+    if not all(isinstance(item, Mapping) and "role" in item and "content" in item for item in prompt):
         raise RequestError("A prompt is a text, a list of token ids, or a list of messages with role and content.")
     messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-    return tokenizer.render_chat(messages), tokenizer.encode_chat(messages)
+    return _tokenizer(tokenizer).render_chat(messages), _tokenizer(tokenizer).encode_chat(messages)
+
+
+def _tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise RequestError("This model has no tokenizer; give token ids.")
+    return tokenizer
+
+
+def _plain(prompt: Any) -> Any:
+    """An array of token ids, NumPy's or another's, as lists."""
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
 class LLM:
@@ -142,6 +152,9 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of {"role", "content"}; `options` as for `generate`."""
+        texts = isinstance(messages, str) or any(isinstance(item, str) for item in messages)
+        if texts:
+            raise RequestError("chat takes messages, each with role and content; generate takes texts.")
         return self.generate(messages, params, **options)
 
     def beam_search(
@@ -183,9 +196,10 @@ class LLM:
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts: one prompt of any kind becomes a list of one."""
+    prompts = _plain(prompts)
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return [prompts]
-    if prompts and isinstance(prompts[0], (int, Mapping)):
+    if prompts and isinstance(prompts[0], (Integral, Mapping)):
         return [prompts]  # type: ignore[list-item]  # a list of token ids or of messages is one prompt
     return list(prompts)  # type: ignore[arg-type]
 

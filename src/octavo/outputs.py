@@ -26,7 +26,7 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # None while it runs
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it; None at end-of-sequence
+    stop_reason: str | int | None = None  # the stop string or token that ended it, "kv_memory" if it outgrew the pool
     cumulative_logprob: float | None = None  # sum over the answer's tokens; None unless the request needed it
     logprobs: list[TokenLogprobs] | None = None  # one a token, if asked for
     score: float | None = None  # beam search: what the answers are ordered by

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from octavo.errors import RequestError
 
@@ -15,19 +16,27 @@ def _check(ok: bool, name: str, value: object, must: str) -> None:
         raise RequestError(f"{name} is {value!r}; it must be {must}.")
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _listed(name: str, value: Any, fits: Callable[[Any], bool], must: str) -> tuple[Any, ...]:
+    """The value as a tuple of its own, each element of which fits."""
+    _check(isinstance(value, Iterable) and not isinstance(value, str), name, value, must)
+    items = tuple(value)
+    _check(all(fits(item) for item in items), name, value, must)
+    return items
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _finite(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_ends(params: SamplingParams | BeamParams, stop: tuple[str, ...]) -> None:
-    """What says when an answer is over."""
-    stop_ids, least, most = tuple(params.stop_token_ids), params.min_tokens, params.max_tokens
-    _check(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
-    _check(all(_whole(t, 0) for t in stop_ids), "stop_token_ids", stop_ids, "token ids (0 or more)")
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _check_ends(params: SamplingParams | BeamParams) -> None:
+    """What says when an answer is over; the stop token ids become a tuple of the params' own."""
+    least, most = params.min_tokens, params.max_tokens
+    ids = _listed("stop_token_ids", params.stop_token_ids, lambda t: _whole(t, 0), "a list of token ids (0 or more)")
+    object.__setattr__(params, "stop_token_ids", ids)
     _check(most is None or _whole(most, 1), "max_tokens", most, "a whole number of at least 1, or None")
     fits = _whole(least, 0) and (most is None or least <= most)
     _check(fits, "min_tokens", least, f"a whole number from 0 to max_tokens ({most})")
@@ -63,10 +72,10 @@ class SamplingParams:
     skip_special_tokens: bool = True  # leave special tokens out of the text
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        stop = _listed("stop", stop, lambda s: isinstance(s, str) and s != "", "a text or a list of them, none empty")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_ends(self, stop)
+        _check_ends(self)
         _check(_whole(self.n, 1), "n", self.n, "a whole number of at least 1")
         best_of_fits = self.best_of is None or _whole(self.best_of, self.n)
         _check(best_of_fits, "best_of", self.best_of, f"a whole number of at least n ({self.n})")
@@ -79,9 +88,11 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(_finite(value) and -2 <= value <= 2, name, value, "from -2 to 2")
-        bias_ok = all(_whole(t, 0) and _finite(b) for t, b in self.logit_bias.items())
-        _check(bias_ok, "logit_bias", self.logit_bias, "a mapping of token ids to finite numbers")
-        _check(self.seed is None or isinstance(self.seed, int), "seed", self.seed, "a whole number")
+        bias = self.logit_bias
+        bias_fits = isinstance(bias, Mapping) and all(_whole(t, 0) and _finite(b) for t, b in bias.items())
+        _check(bias_fits, "logit_bias", bias, "a mapping of token ids to finite numbers")
+        object.__setattr__(self, "logit_bias", dict(bias))  # the caller may change theirs
+        _check(self.seed is None or isinstance(self.seed, Integral), "seed", self.seed, "a whole number")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or _whole(value, 0), name, value, "a whole number of at least 0, or None")
@@ -110,8 +121,7 @@ class BeamParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_ends(self, ())
+        _check_ends(self)
         _check(_whole(self.width, 1), "width", self.width, "a whole number of at least 1")
         n_fits = self.n is None or (_whole(self.n, 1) and self.n <= self.width)
         _check(n_fits, "n", self.n, f"a whole number from 1 to width ({self.width})")

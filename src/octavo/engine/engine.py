@@ -25,7 +25,7 @@ from octavo.engine.limits import Limits
 from octavo.engine.report import MemoryReport, Meter
 from octavo.engine.request import Request, Sequence, State
 from octavo.engine.scheduler import PreemptionCost, Scheduler, StepPlan
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.kv.manager import KVManager, Pin
 from octavo.kv.memory_ops import Kind, MemoryOps
 from octavo.loading.tokenizer import Tokenizer
@@ -55,11 +55,11 @@ class Engine:
         self.block_bytes = ops.block_bytes(layout)
         num_blocks = self.limits.num_blocks(config, self.block_bytes)
         num_host_blocks = 0 if config.preemption == "recompute" else parse_bytes(config.swap_memory) // self.block_bytes
+        self._cache = self._new_cache(num_blocks, layout, "kv_memory or num_blocks")
+        self._host_cache = self._new_cache(num_host_blocks, layout, "swap_memory")
         self.kv = KVManager(
             num_blocks, config.block_size, num_host_blocks=num_host_blocks, prefix_caching=config.prefix_caching
         )
-        self._cache = ops.new_cache(num_blocks, layout)
-        self._host_cache = ops.new_cache(num_host_blocks, layout)
         self._cost = PreemptionCost(seconds_per_block=self.block_bytes / 4e9, seconds_per_token=1e-3)
         self._sequence_ids = itertools.count()
         self._arrivals = itertools.count()
@@ -155,7 +155,6 @@ class Engine:
         """Compute one step; returns the requests that got tokens or ended."""
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
-        self._meter.observe(self.kv)
         self._batch.leave()
         touched = self._end_what_cannot_go_on(plan)
         touched += self._move(plan.memory)
@@ -164,12 +163,13 @@ class Engine:
         for request in touched:
             if request.state is State.FINISHED:
                 self._requests.pop(request.id, None)
+        self._meter.observe(self.kv)
         self._meter.busy_seconds += time.perf_counter() - begin
         return touched
 
     def _end_what_cannot_go_on(self, plan: StepPlan) -> list[Request]:
         for seq in plan.exhausted:
-            seq.finish_reason = "length"
+            seq.finish_reason, seq.stop_reason = "length", "kv_memory"
         touched = list(dict.fromkeys(seq.request for seq in plan.exhausted))
         for request in touched:
             if request.beam is not None:
@@ -226,6 +226,7 @@ class Engine:
         logits = self.ops.to_numpy(self.model.logits(hidden if rows is None else self.ops.take_rows(hidden, rows)))
         self._measure(plan, time.perf_counter() - begin)
         self._commit(plan)
+        self._meter.observe(self.kv)
         self._drawer.draw([seq for seq in plan.sequences if seq.computed == len(seq.tokens)], logits)
 
     def _commit(self, plan: StepPlan) -> None:
@@ -273,6 +274,15 @@ class Engine:
             rows = np.arange(row + begin, row + begin + len(piece), dtype=np.int32)
             logits = self.ops.to_numpy(self.model.logits(self.ops.take_rows(hidden, rows)))
             request.prompt_logprobs += sampler.logprobs(logits, np.array(piece), params.prompt_logprobs)
+
+    def _new_cache(self, num_blocks: int, layout: CacheLayout, setting: str) -> Array:
+        try:
+            return self.ops.new_cache(num_blocks, layout)
+        except MemoryError:
+            size = num_blocks * self.block_bytes / 2**30
+            raise ConfigError(
+                f"{num_blocks} KV blocks take {size:,.1f} GiB, more than this machine can give; lower {setting}."
+            ) from None
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         """A sequence that holds the request's prompt and no memory yet."""

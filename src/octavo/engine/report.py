@@ -37,6 +37,21 @@ class MemoryReport:
         """Answer tokens a second of work."""
         return self.output_tokens / self.busy_seconds if self.busy_seconds else 0.0
 
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        peak = f"{self.peak_used:,} used, {self.peak_shared:,} shared"
+        preemptions = f"{self.preemptions_recompute} by recompute, {self.preemptions_swap} by swap"
+        lines = {
+            "pool": f"{self.num_blocks:,} blocks of {self.block_size} tokens, {self.block_bytes:,} bytes each",
+            "now": f"{self.free:,} free, {self.cached:,} cached, {self.active:,} active, {self.shared:,} shared",
+            "at the peak": f"{peak}, {self.peak_utilisation:.1%} of the used slots held a token",
+            "copies": f"{self.copies:,} on write; {self.evictions:,} evictions; preemptions: {preemptions}",
+            "prefix cache": f"{self.prefix_hit_tokens:,} of {self.prefix_lookup_tokens:,} prompt tokens found",
+            "tokens": f"{self.prompt_tokens:,} of prompts, {self.output_tokens:,} of answers, "
+            f"{self.tokens_per_second:.1f} answer tokens a second",
+        }
+        return "\n".join(f"{name:13}{text}" for name, text in lines.items())
+
 
 class Meter:
     """Adds up what a MemoryReport tells, step by step."""
@@ -50,10 +65,10 @@ class Meter:
         self._peak_utilisation = 0.0
 
     def observe(self, kv: KVManager) -> None:
-        """Note the state of memory once a step has claimed what it needs."""
+        """Note the state of memory: once a step's tokens are stored, and again when its samples are forked."""
         pool = kv.pool
         self._peak_shared = max(self._peak_shared, pool.num_shared)
-        if pool.num_active + pool.num_shared > self._peak_used:
+        if pool.num_active + pool.num_shared >= max(1, self._peak_used):
             self._peak_used = pool.num_active + pool.num_shared
             self._peak_utilisation = kv.usage().utilisation
 
