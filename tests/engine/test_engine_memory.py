@@ -205,6 +205,21 @@ def test_forced_preemption_changes_no_token(mode: str) -> None:
     assert_nothing_is_lost(engine)
 
 
+@pytest.mark.parametrize(("per_block", "per_token", "kind"), [(1e-9, 1e3, "swap"), (1e6, 1e-9, "recompute")])
+def test_the_cheaper_way_to_preempt_is_chosen(per_block: float, per_token: float, kind: str) -> None:
+    """By estimated cost: bytes to move there and back against tokens to compute again."""
+    engine = make_engine(num_blocks=20, preemption="auto", swap_memory=1 << 16)
+    engine._cost.seconds_per_block, engine._cost.seconds_per_token = per_block, per_token
+    for i in range(6):
+        engine.add_request(str(i), [i, 5, 6, 7, i], greedy(max_tokens=30, ignore_eos=True))
+    while not (engine.scheduler.swapped or engine.scheduler.recomputed):
+        engine.step()
+    assert (engine.scheduler.swapped > 0) == (kind == "swap")
+    assert (engine.scheduler.recomputed > 0) == (kind == "recompute")
+    run(engine)
+    assert_nothing_is_lost(engine)
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_preempted_tree_of_samples_holds_no_more_blocks_when_it_is_back(mode: str) -> None:
     engine = make_engine(num_blocks=60, preemption=mode, swap_memory=1 << 16)
