@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import pytest
 
@@ -137,21 +137,35 @@ def test_closing_ends_what_runs_and_refuses_what_comes_after(llm: AsyncLLM) -> N
         asyncio.run(collect(llm.generate([1], greedy())))
 
 
-def test_a_fault_of_the_engine_itself_leaves_no_reader_waiting(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", seen.append)
-
-    async def main() -> RequestOutput:
-        task = asyncio.create_task(collect(llm.generate([1], greedy(max_tokens=None, ignore_eos=True))))
+def test_a_fault_of_the_engine_itself_ends_its_streams_with_the_reason_and_serving_goes_on(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> list[RequestOutput]:
+        long = greedy(max_tokens=None, ignore_eos=True)
+        tasks = [asyncio.create_task(collect(llm.generate([i], long))) for i in range(3)]
         await asyncio.sleep(0.005)
-        monkeypatch.setattr(llm._engine.scheduler, "schedule", lambda: 1 / 0)
-        return (await asyncio.wait_for(task, 5))[-1]
+        with monkeypatch.context() as broken:
+            broken.setattr("octavo.engine.scheduler.Scheduler.schedule", lambda _: 1 / 0)
+            return [outputs[-1] for outputs in await asyncio.wait_for(asyncio.gather(*tasks), 5)]
 
-    assert asyncio.run(main()).finished
-    llm._thread.join(5)
-    assert isinstance(seen[0].exc_value, ZeroDivisionError)
-    with pytest.raises(OctavoError, match="closed"):
-        asyncio.run(collect(llm.generate([1], greedy())))
+    for output in asyncio.run(main()):
+        assert output.completions[0].finish_reason == "error"
+        assert "ZeroDivisionError" in (output.error or "")
+    good = asyncio.run(collect(llm.generate([4], greedy(max_tokens=1))))[-1]
+    assert good.completions[0].finish_reason == "length"
+    asyncio.run(wait_until_empty(llm))
+
+
+def test_a_forked_child_is_told_that_the_engine_stayed_behind(llm: AsyncLLM) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            asyncio.run(asyncio.wait_for(collect(llm.generate([1], greedy())), 5))
+        except OctavoError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_two_event_loops_in_two_threads_share_one_engine(llm: AsyncLLM) -> None:

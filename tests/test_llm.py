@@ -53,6 +53,22 @@ def test_a_stream_left_early_aborts_what_still_runs(llm: LLM) -> None:
     assert llm.memory_report().active == 0
 
 
+def test_streams_and_calls_that_share_an_engine_lose_no_end(llm: LLM) -> None:
+    params = greedy(max_tokens=7, ignore_eos=True)
+    last: dict[str, Any] = {}
+    one, two = llm.stream([1], params), llm.stream([[2], [3]], params)
+    for _ in range(40):
+        for name, stream in (("a", one), ("b", two)):
+            last.update({f"{name}{place}": output for place, output in next(stream, [])})
+    for changed in llm.stream([4], params):
+        llm.generate([5], greedy(max_tokens=20, ignore_eos=True))
+        last.update({f"c{place}": output for place, output in changed})
+    assert sorted(last) == ["a0", "b0", "b1", "c0"]
+    for output in last.values():
+        assert output.finished
+        assert len(output.completions[0].token_ids) == 7
+
+
 def test_the_last_stream_items_are_what_generate_gives(llm: LLM) -> None:
     params = SamplingParams(seed=5, n=2, max_tokens=6, ignore_eos=True)
     last: dict[int, Any] = {}
@@ -81,7 +97,7 @@ def test_what_is_one_prompt_and_what_are_many(prompts: Any, batch: Any) -> None:
     assert as_batch(prompts) == batch
 
 
-@pytest.mark.parametrize("prompt", [[[1.5]], [[True]], [[None]], [3.0], {"a": 1}])
+@pytest.mark.parametrize("prompt", [[[1.5]], [[True]], [[None]], [3.0], {"a": 1}, b"Hello", [b"Hello"], bytearray(3)])
 def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompt, greedy())
@@ -110,6 +126,24 @@ def test_the_report_tells_of_sharing_and_use_that_lasted_less_than_a_step(llm: L
     assert (report.peak_shared, report.peak_used, report.copies) == (1, 3, 2)
     assert report.peak_utilisation == 0.75  # three blocks of three tokens each
     assert "copies" in str(report)
+
+
+@pytest.mark.parametrize("params", [5, "greedy", ["greedy"], [None], {"temperature": 0}])
+def test_what_are_no_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="params"):
+        llm.generate([1], params)
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("options", [{"priority": "high"}, {"priority": None}, {"cache_salt": b"x"}])
+def test_options_of_the_wrong_kind_are_refused_before_they_reach_the_queue(llm: LLM, options: dict[str, Any]) -> None:
+    stream = llm.stream([1], greedy(max_tokens=5, ignore_eos=True))
+    next(stream)
+    with pytest.raises(RequestError, match=next(iter(options))):
+        llm.generate([2], greedy(), **options)
+    *_, last = stream
+    assert last[0][1].finished
+    llm.generate([1], greedy(max_tokens=1), cache_salt="\ud800")
 
 
 def test_an_unknown_or_double_setting_is_refused_by_name() -> None:

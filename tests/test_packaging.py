@@ -79,6 +79,16 @@ def test_every_file_says_what_it_is_for() -> None:
     assert not silent
 
 
+def test_a_workload_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "wrong.json").write_text('{"name": "x", "requests": [1]}')
+    (tmp_path / "cut.json").write_text("{")
+    for file, words in (("missing.json", "cannot be read"), ("wrong.json", "no workload"), ("cut.json", "not JSON")):
+        command = [sys.executable, ROOT / "benchmarks/run.py", "smollm2", tmp_path / file]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert words in done.stderr
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [

@@ -25,6 +25,9 @@ from octavo.params import BeamParams, SamplingParams
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": "hot"},
+        {"temperature": 10**400},
+        {"repetition_penalty": 1e-320},
+        {"logit_bias": {1: 1e300}},
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": 1.01},
@@ -87,6 +90,10 @@ def test_a_beam_parameter_that_cannot_be_is_refused_by_name(wrong: dict[str, Any
         {"max_batched_tokens": 1.5},
         {"max_num_seqs": 8, "max_batched_tokens": 7},
         {"preemption": "both"},
+        {"block_size": 16.0},
+        {"num_blocks": True},
+        {"max_num_seqs": 10**12},
+        {"seed": [1]},
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(wrong: dict[str, Any]) -> None:
@@ -102,7 +109,7 @@ def test_memory_sizes_are_read(text: int | str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 GiBs", "1e9", -1, "٣GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 GiBs", "1e9", -1, "٣GiB", 1.5, None, "9" * 400 + "TiB", True])
 def test_what_is_no_memory_size_is_refused(text: int | str) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)

@@ -88,7 +88,7 @@ def test_the_paged_estimate_meets_requests_of_random_lengths() -> None:
     assert abs(fits - made.paged) / made.paged < 0.1
 
 
-@pytest.mark.parametrize("wrong", [{"memory": 0}, {"context": 0}, {"typical": 0}, {"typical": 4097}, {"block_size": 0}])
+@pytest.mark.parametrize("wrong", [{"memory": 0}, {"context": 0}, {"typical": 0}, {"typical": 4097}, {"block_size": 3}])
 def test_impossible_numbers_are_named(wrong: dict[str, int]) -> None:
     asked = {"memory": GIB, "context": 4096, **wrong}
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
@@ -60,8 +61,8 @@ class AsyncLLM:
         self._engine = load_engine(model, make_config(config, settings))
         self._streams: dict[Request, _Stream] = {}  # used by the engine's thread only
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: end
-        self._ids = itertools.count()
         self._closed = False
+        self._pid = os.getpid()
         self._gate = threading.Lock()  # nothing enters the inbox after its None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._thread.start()
@@ -88,7 +89,7 @@ class AsyncLLM:
         A slow reader gets fewer, longer items. Leaving the loop, or cancelling the task, aborts the request. Raises
         RequestError before the first item for a request that can never be served.
         """
-        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        name = request_id if request_id is not None else uuid4().hex
         text, ids = tokenize(self._engine.tokenizer, prompt)
         stream = _Stream()
 
@@ -150,7 +151,11 @@ class AsyncLLM:
                 if order is None:
                     return
                 order()
-            for request in engine.step():
+            try:
+                changed = engine.step()
+            except Exception:  # the engine has ended all its requests with the reason, and can go on
+                changed = list(self._streams)
+            for request in changed:
                 self._hand_out(request)
 
     def _shut(self) -> None:
@@ -192,6 +197,8 @@ class AsyncLLM:
 
     def _call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Have the engine's thread run the function between two steps."""
+        if os.getpid() != self._pid:
+            raise OctavoError("This AsyncLLM was made before the process forked; make one in the child.")
         future: Future[T] = Future()
 
         def run() -> None:

@@ -17,15 +17,19 @@ _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "TIB": 2**40, "TB": 10**12, "T": 
 
 def parse_bytes(text: int | str) -> int:
     """Bytes in '24GiB', '512 MiB', '1.5GB' or a plain number; raises ConfigError for anything else."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
             raise ConfigError(f"A memory size cannot be negative: {text}.")
         return text
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = None if not isinstance(text, str) else re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
+    if match is None or unit is None or len(match[1]) > 18:
         raise ConfigError(f"{text!r} is not a memory size; write it like 512MiB, 24GiB or 1.5GB.")
     return int(float(match[1]) * unit)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +51,16 @@ class EngineConfig:
     seed: int | None = None  # where requests without a seed of their own draw theirs from; None: from the system
 
     def __post_init__(self) -> None:
-        if self.block_size not in BLOCK_SIZES:
+        if self.block_size not in BLOCK_SIZES or not _is_whole(self.block_size):
             raise ConfigError(f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ConfigError(f"preemption is {self.preemption!r}; it must be auto, recompute or swap.")
         for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_batched_tokens"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+            if value is not None and not (_is_whole(value) and 1 <= value < 2**31):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1 to {2**31 - 1}.")
+        if self.seed is not None and not _is_whole(self.seed):
+            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number, or None.")
         if self.max_num_seqs is not None and self.max_num_seqs > self.max_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs is {self.max_num_seqs} but a step has room for {self.max_batched_tokens} tokens "

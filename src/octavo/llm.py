@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
+from uuid import uuid4
 
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
@@ -62,7 +62,7 @@ def tokenize(tokenizer: Tokenizer | None, prompt: Prompt) -> tuple[str | None, l
     prompt = _plain(prompt)
     if isinstance(prompt, str):
         return prompt, _tokenizer(tokenizer).encode(prompt)
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
         raise RequestError(f"A prompt is a text, token ids or messages, not {type(prompt).__name__}.")
     if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
         return None, [int(item) for item in prompt if isinstance(item, Integral)]
@@ -93,7 +93,6 @@ class LLM:
 
     def __init__(self, model: str | Path = "smollm2", *, config: EngineConfig | None = None, **settings: Any) -> None:
         self.engine = load_engine(model, make_config(config, settings))
-        self._ids = itertools.count()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -119,8 +118,9 @@ class LLM:
         """
         requests = self._add(prompts, params, priority, cache_salt)
         try:
-            while any(request.state is not State.FINISHED for request in requests):
-                self._step()
+            for request in requests:
+                while request.state is not State.FINISHED:
+                    self._step()
         finally:
             self._abort(requests)
         return [request.output() for request in requests]
@@ -138,10 +138,16 @@ class LLM:
         Leaving the loop early aborts what still runs.
         """
         requests = self._add(prompts, params, priority, cache_salt)
-        places = {request: place for place, request in enumerate(requests)}
+        unended = {request: place for place, request in enumerate(requests)}  # as far as the caller has seen
         try:
-            while any(request.state is not State.FINISHED for request in requests):
-                yield [(places[r], r.output()) for r in self._step() if r in places]
+            for request in requests:
+                while request.state is not State.FINISHED:
+                    changed = [(unended[r], r) for r in self._step() if r in unended]
+                    for _, ended in [pair for pair in changed if pair[1].state is State.FINISHED]:
+                        del unended[ended]
+                    yield [(place, r.output()) for place, r in changed]
+            if unended:  # another call, made meanwhile, took the steps in which these ended
+                yield [(place, r.output()) for r, place in unended.items()]
         finally:
             self._abort(requests)
 
@@ -180,7 +186,7 @@ class LLM:
         try:
             for prompt, own in zip(batch, each, strict=True):
                 text, ids = tokenize(self.tokenizer, prompt)
-                name = f"request-{next(self._ids)}"
+                name = uuid4().hex
                 requests.append(
                     self.engine.add_request(name, ids, own, prompt=text, priority=priority, cache_salt=salt)
                 )
@@ -197,8 +203,8 @@ class LLM:
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts: one prompt of any kind becomes a list of one."""
     prompts = _plain(prompts)
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        return [prompts]
+    if isinstance(prompts, (str, bytes, bytearray, memoryview)) or not isinstance(prompts, Sequence):
+        return [prompts]  # what is no prompt is refused when it is tokenized
     if prompts and isinstance(prompts[0], (Integral, Mapping)):
         return [prompts]  # type: ignore[list-item]  # a list of token ids or of messages is one prompt
     return list(prompts)  # type: ignore[arg-type]
@@ -209,6 +215,8 @@ def _params_for_each(params: Params | Sequence[Params] | None, count: int) -> li
         return [SamplingParams()] * count
     if isinstance(params, (SamplingParams, BeamParams)):
         return [params] * count
+    if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+        raise RequestError(f"params is {params!r}; it must be SamplingParams, BeamParams or a list of them.")
     if len(params) != count:
         raise RequestError(f"There are {count} prompts but {len(params)} params; give one for all or one for each.")
     return list(params)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal
 
 from octavo.errors import RequestError
+
+FLOAT32_MAX = 3.4e38
 
 
 def _check(ok: bool, name: str, value: object, must: str) -> None:
@@ -25,7 +26,9 @@ def _listed(name: str, value: Any, fits: Callable[[Any], bool], must: str) -> tu
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that float32 can hold."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and bool(-FLOAT32_MAX <= value <= FLOAT32_MAX)
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -84,13 +87,15 @@ class SamplingParams:
         _check(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "over 0 and at most 1")
         _check(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         repetition = self.repetition_penalty
-        _check(_finite(repetition) and repetition > 0, "repetition_penalty", repetition, "over 0")
+        _check(_finite(repetition) and 0.01 <= repetition <= 100, "repetition_penalty", repetition, "from 0.01 to 100")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(_finite(value) and -2 <= value <= 2, name, value, "from -2 to 2")
         bias = self.logit_bias
-        bias_fits = isinstance(bias, Mapping) and all(_whole(t, 0) and _finite(b) for t, b in bias.items())
-        _check(bias_fits, "logit_bias", bias, "a mapping of token ids to finite numbers")
+        bias_fits = isinstance(bias, Mapping) and all(
+            _whole(t, 0) and _finite(b) and abs(b) <= 1e9 for t, b in bias.items()
+        )
+        _check(bias_fits, "logit_bias", bias, "a mapping of token ids to numbers from -1e9 to 1e9")
         object.__setattr__(self, "logit_bias", dict(bias))  # the caller may change theirs
         _check(self.seed is None or isinstance(self.seed, Integral), "seed", self.seed, "a whole number")
         for name in ("logprobs", "prompt_logprobs"):

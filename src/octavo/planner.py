@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.config import BLOCK_SIZES
 from octavo.errors import ConfigError
 
 ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
@@ -81,11 +82,14 @@ class Plan:
 def plan(shape: KVShape, *, memory: int, context: int, typical: int | None = None, block_size: int = 16) -> Plan:
     """Divide `memory` bytes among requests; `typical` is a quarter of the context where it is not known.
 
-    Raises ConfigError for a number below 1 or a typical request longer than the context.
+    Raises ConfigError for a number below 1, a block size that no engine has, or a typical request longer than the
+    context.
     """
     typical = max(1, context // 4) if typical is None else typical
-    for name, value in (("memory", memory), ("context", context), ("typical", typical), ("block_size", block_size)):
+    for name, value in (("memory", memory), ("context", context), ("typical", typical)):
         _at_least_one(name, value)
+    if block_size not in BLOCK_SIZES:
+        raise ConfigError(f"block_size is {block_size!r}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
     if typical > context:
         raise ConfigError(f"A typical request of {typical} tokens is longer than the context of {context}.")
     block_bytes = block_size * shape.token_bytes

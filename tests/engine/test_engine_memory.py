@@ -328,6 +328,7 @@ def test_beams_that_outgrow_the_pool_end_with_what_they_have() -> None:
     output = request.output()
     assert len(output.completions) == 3
     assert all(c.finish_reason == "length" and c.token_ids for c in output.completions)
+    assert all(c.stop_reason == "kv_memory" for c in output.completions)
     assert_nothing_is_lost(engine)
 
 
@@ -544,3 +545,86 @@ def test_ids_of_living_requests_must_differ() -> None:
         engine.add_request("x", [1], greedy(max_tokens=1))
     run(engine)
     engine.add_request("x", [1], greedy(max_tokens=1))
+
+
+@pytest.mark.parametrize("place", ["schedule", "copy_blocks", "forward", "commit", "draw"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_step_broken_off_anywhere_ends_all_requests_and_spoils_no_later_one(place: str, error: Any) -> None:
+    model = ToyModel()
+    engine = make_engine(model, num_blocks=30, preemption="swap", swap_memory=1 << 16)
+    requests = [
+        engine.add_request(str(i), [i, 1, 2, 3, 4], SamplingParams(n=2, seed=i, max_tokens=20, ignore_eos=True))
+        for i in range(4)
+    ]
+    for _ in range(3):
+        engine.step()
+    owner = {"schedule": engine.scheduler, "copy_blocks": engine.ops, "forward": model, "commit": engine.kv}.get(
+        place, engine._drawer
+    )
+    original, calls = getattr(owner, place), iter(range(100))
+
+    def broken(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        if next(calls) == 1:
+            raise error
+        return result
+
+    setattr(owner, place, broken)
+    with pytest.raises(error):
+        run(engine)
+    assert all(r.state is State.FINISHED and "broken off" in (r.error or "") for r in requests)
+    if owner in (model, engine.ops):
+        delattr(owner, place)
+    assert not engine.has_work
+    after = engine.add_request("after", [0, 1, 2, 3, 4], greedy(max_tokens=9, ignore_eos=True))
+    run(engine)
+    assert_right(engine, after)
+    assert_nothing_is_lost(engine)
+
+
+def test_what_precedes_a_running_prefill_in_order_is_computed_before_it() -> None:
+    """A three-token prompt of high priority waited until a long prompt of low priority was computed."""
+    engine = make_engine(ToyModel(5000), num_blocks=1000, max_batched_tokens=16)
+    engine.add_request("long", [i % VOCAB for i in range(3000)], greedy(max_tokens=1), priority=9)
+    engine.step()
+    urgent = engine.add_request("urgent", [1, 2, 3], greedy(max_tokens=1), priority=0)
+    later = engine.add_request("later", [1, 2, 3], greedy(max_tokens=1), priority=10)
+    engine.step()
+    assert urgent.state is State.FINISHED
+    assert later.state is State.WAITING
+
+
+def test_those_who_share_what_a_pin_holds_are_not_refused_for_it() -> None:
+    engine = make_engine(num_blocks=10)
+    prompt = [i % VOCAB for i in range(24)]
+    engine.add_request("warm", prompt, greedy(max_tokens=1))
+    run(engine)
+    pin = engine.pin(prompt)
+    assert pin.tokens == 24
+    shared = engine.add_request("shared", [*prompt, 5], greedy(max_tokens=3, ignore_eos=True))
+    with pytest.raises(RequestError, match="need 7 KV blocks of 4 tokens; there are 4"):
+        engine.add_request("other", [7] * 25, greedy(max_tokens=3))
+    run(engine)
+    assert_right(engine, shared)
+    assert shared.cached_tokens == 24
+    engine.unpin(pin.id)
+    assert_nothing_is_lost(engine)
+
+
+def test_many_that_wait_for_one_prefix_cost_a_step_no_more_than_those_that_could_run() -> None:
+    model = ToyModel(4000)
+    engine = make_engine(model, num_blocks=4000, max_batched_tokens=64, max_num_seqs=8)
+    prompt = [i % VOCAB for i in range(2000)]
+    asked: list[int] = []
+    admit = engine.kv.admit
+    engine.kv.admit = lambda *args, **options: (asked.append(1), admit(*args, **options))[1]  # type: ignore[method-assign]
+    requests = [
+        engine.add_request(str(i), [*prompt, i % VOCAB], greedy(max_tokens=1, ignore_eos=True)) for i in range(200)
+    ]
+    most = 0
+    while engine.has_work:
+        asked.clear()
+        engine.step()
+        most = max(most, len(asked))
+    assert most <= 2 * 8
+    assert sum(r.cached_tokens == 2000 for r in requests) == 199

@@ -152,11 +152,11 @@ def test_many_forks_do_not_fill_the_swap_and_stop_everything() -> None:
 
 def test_a_request_too_long_for_the_pool_is_known_from_the_start() -> None:
     manager = KVManager(8, 4)
-    assert manager.can_ever_fit(31)
-    assert not manager.can_ever_fit(32)  # 8 blocks, and one for the first token
+    assert manager.can_ever_fit([1] * 31)
+    assert not manager.can_ever_fit([1] * 32)  # 8 blocks, and one for the first token
     assert manager.blocks_to_admit(32) == 9
-    assert manager.can_ever_fit(15, num_sequences=5)
-    assert not manager.can_ever_fit(15, num_sequences=6)
+    assert manager.can_ever_fit([1] * 15, num_sequences=5)
+    assert not manager.can_ever_fit([1] * 15, num_sequences=6)
     for tokens, sequences in ((31, 1), (15, 5), (16, 4)):
         rig = Rig(8)  # what is said to fit fits
         prompt = list(range(tokens))

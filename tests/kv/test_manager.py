@@ -486,8 +486,10 @@ def test_a_pinned_prefix_survives_any_pressure() -> None:
         admitted(rig, seq_id, [10 + seq_id] * 16)
         rig.manager.free(seq_id)
     assert rig.manager.num_pinned_blocks == rig.manager.usage().pinned == 2
-    assert not rig.manager.can_ever_fit(16)
-    assert rig.manager.can_ever_fit(15)
+    assert not rig.manager.can_ever_fit([9] * 16)
+    assert rig.manager.can_ever_fit([9] * 15)
+    assert rig.manager.can_ever_fit([1] * 23)  # it begins with what is pinned
+    assert not rig.manager.can_ever_fit([1] * 23, salt=b"other")
     assert admitted(rig, 3, [1] * 10) == 8
     rig.manager.free(3)
     rig.manager.unpin(pin.id)

@@ -19,7 +19,9 @@ from octavo.outputs import FinishReason
 from octavo.params import SamplingParams
 
 Logits = NDArray[np.float32]
-NOT_FINITE = "The model gave logits that are not finite numbers; no token can be drawn."
+NOT_FINITE = (
+    "No token can be drawn: the model's logits are not finite numbers, or logit_bias and min_tokens forbid every token."
+)
 
 
 class Drawer:

@@ -57,13 +57,24 @@ class Engine:
         num_host_blocks = 0 if config.preemption == "recompute" else parse_bytes(config.swap_memory) // self.block_bytes
         self._cache = self._new_cache(num_blocks, layout, "kv_memory or num_blocks")
         self._host_cache = self._new_cache(num_host_blocks, layout, "swap_memory")
-        self.kv = KVManager(
-            num_blocks, config.block_size, num_host_blocks=num_host_blocks, prefix_caching=config.prefix_caching
-        )
+        self._num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
         self._cost = PreemptionCost(seconds_per_block=self.block_bytes / 4e9, seconds_per_token=1e-3)
         self._sequence_ids = itertools.count()
         self._arrivals = itertools.count()
         self._seeds = random.Random(config.seed)
+        self._meter = Meter()
+        self._requests: dict[str, Request] = {}
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """Empty memory and empty queues."""
+        config = self.config
+        self.kv = KVManager(
+            self._num_blocks,
+            config.block_size,
+            num_host_blocks=self._num_host_blocks,
+            prefix_caching=config.prefix_caching,
+        )
         self.scheduler = Scheduler(
             self.kv,
             token_budget=config.max_batched_tokens,
@@ -73,7 +84,6 @@ class Engine:
             new_sequence_id=self._sequence_ids.__next__,
         )
         self._batch = Batch(self.kv, max_rows=self.limits.max_num_seqs, max_model_len=self.limits.max_model_len)
-        self._meter = Meter()
         self._drawer = Drawer(
             self.scheduler,
             self._batch,
@@ -82,7 +92,6 @@ class Engine:
             eos_ids=self.eos_ids,
             new_sequence=self._new_sequence,
         )
-        self._requests: dict[str, Request] = {}
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -105,11 +114,13 @@ class Engine:
         Raises RequestError, with the numbers, for one that can never be served.
         """
         ids = list(prompt_token_ids)
+        _check_kinds(params, priority, cache_salt)
         if request_id in self._requests:
             raise RequestError(f"A request with the id {request_id!r} is already here; ids must differ.")
         if isinstance(params, SamplingParams) and params.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and this model has none; use stop_token_ids.")
-        self.limits.check(ids, params, self.kv)
+        salt = cache_salt.encode("utf-8", "surrogatepass")
+        self.limits.check(ids, params, self.kv, salt)
         seed = getattr(params, "seed", None)
         request = Request(
             id=request_id,
@@ -119,15 +130,15 @@ class Engine:
             arrival=next(self._arrivals),
             seed=(self._seeds.getrandbits(64) if seed is None else seed) % 2**64,
             priority=priority,
-            salt=cache_salt.encode(),
+            salt=salt,
         )
         request.live.append(self._new_sequence(request, 0))
         if isinstance(params, BeamParams):
             request.beam = BeamSearch(params, self.eos_ids, self.limits.most_tokens(len(ids), params.max_tokens))
         if request.wants_prompt_logprobs:
             request.prompt_logprobs = [None]
-        self._requests[request_id] = request
         self.scheduler.add(request)
+        self._requests[request_id] = request
         return request
 
     def abort(self, request_id: str) -> Request | None:
@@ -139,7 +150,7 @@ class Engine:
 
     def pin(self, token_ids: Seq[int], cache_salt: str = "") -> Pin:
         """Keep the cached blocks of this beginning until `unpin`; the pin tells how many tokens there were."""
-        return self.kv.pin(token_ids, cache_salt.encode())
+        return self.kv.pin(token_ids, cache_salt.encode("utf-8", "surrogatepass"))
 
     def unpin(self, pin: int) -> None:
         """Let a pinned beginning be reclaimed again. Raises KVError for an unknown pin."""
@@ -152,7 +163,22 @@ class Engine:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Request]:
-        """Compute one step; returns the requests that got tokens or ended."""
+        """Compute one step; returns the requests that got tokens or ended.
+
+        What goes wrong with a request ends that request. If the step itself is broken off, by a fault in here or by
+        Ctrl-C, nobody knows any more what memory holds: all requests end, memory is emptied, and the error goes on.
+        """
+        try:
+            return self._step()
+        except BaseException as error:
+            for request in self._requests.values():
+                request.error = f"The engine was broken off in the midst of a step: {error!r}."
+                request.end("error")
+            self._requests.clear()
+            self._start_afresh()
+            raise
+
+    def _step(self) -> list[Request]:
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
         self._batch.leave()
@@ -160,6 +186,7 @@ class Engine:
         touched += self._move(plan.memory)
         if plan.sequences and all(seq.request.state is State.RUNNING for seq in plan.sequences):
             touched += self._try_to_compute(plan)
+        touched = list(dict.fromkeys(touched))
         for request in touched:
             if request.state is State.FINISHED:
                 self._requests.pop(request.id, None)
@@ -175,6 +202,9 @@ class Engine:
             if request.beam is not None:
                 request.beam.cut()
                 self._drawer.end_beams(request)
+                for seq in request.ended:
+                    if seq.finish_reason == "length":
+                        seq.stop_reason = "kv_memory"
             elif not request.live:
                 self.scheduler.finish(request, "length")
         for request in plan.stuck:
@@ -299,3 +329,13 @@ class Engine:
             )
         tokens = request.prompt_token_ids.copy()
         return Sequence(next(self._sequence_ids), request, index, tokens, detokenizer=detokenizer)
+
+
+def _check_kinds(params: object, priority: object, cache_salt: object) -> None:
+    """What would break the queue, or others in it, much later."""
+    if not isinstance(params, (SamplingParams, BeamParams)):
+        raise RequestError(f"params is {params!r}; it must be SamplingParams or BeamParams.")
+    if not isinstance(priority, int):
+        raise RequestError(f"priority is {priority!r}; it must be a whole number, lower ones run first.")
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt is {cache_salt!r}; it must be a text.")

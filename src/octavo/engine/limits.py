@@ -45,11 +45,11 @@ class Limits:
             )
         return min(count, self.max_num_seqs * -(-self.max_model_len // config.block_size))
 
-    def check(self, ids: list[int], params: SamplingParams | BeamParams, kv: KVManager) -> None:
+    def check(self, ids: list[int], params: SamplingParams | BeamParams, kv: KVManager, salt: bytes) -> None:
         """Raises RequestError for a request that no state of this engine could serve."""
         self._check_prompt(ids)
         self._check_vocabulary(params)
-        self._check_memory(len(ids), params.num_samples, kv)
+        self._check_memory(ids, params.num_samples, kv, salt)
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
@@ -73,14 +73,14 @@ class Limits:
                 if (getattr(params, name) or 0) > self.vocab_size:
                     raise RequestError(f"{name} is {getattr(params, name)}; this model has {self.vocab_size} tokens.")
 
-    def _check_memory(self, num_tokens: int, num_samples: int, kv: KVManager) -> None:
+    def _check_memory(self, ids: list[int], num_samples: int, kv: KVManager, salt: bytes) -> None:
         if num_samples > self.max_num_seqs:
             raise RequestError(
                 f"The request runs {num_samples} sequences at once; at most {self.max_num_seqs} can run (max_num_seqs)."
             )
-        if not kv.can_ever_fit(num_tokens, num_samples):
+        if not kv.can_ever_fit(ids, num_samples, salt):
             raise RequestError(
-                f"The prompt's {num_tokens} tokens in {num_samples} sequence(s) need "
-                f"{kv.blocks_to_admit(num_tokens, num_samples)} KV blocks of {kv.block_size} tokens; there are "
+                f"The prompt's {len(ids)} tokens in {num_samples} sequence(s) need "
+                f"{kv.blocks_to_admit(len(ids), num_samples)} KV blocks of {kv.block_size} tokens; there are "
                 f"{kv.usable_blocks}: shorten it or raise num_blocks (or kv_memory)."
             )

@@ -158,11 +158,21 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         return isinstance(self.params, SamplingParams) and self.params.prompt_logprobs is not None
 
+    def end(self, reason: FinishReason) -> None:
+        """It is over; whatever still ran of it ends so. Whoever calls has seen to its memory."""
+        for seq in self.live:
+            seq.finish_reason = reason
+        self.ended += self.live
+        self.live.clear()
+        self.forks.clear()
+        self.state = State.FINISHED
+        self.timings.finished = time.perf_counter()
+
     def output(self) -> RequestOutput:
         """What the caller sees now."""
         finished = self.state is State.FINISHED
         sequences = sorted([*self.live, *self.ended], key=lambda s: s.index)
-        if self.beam is not None or (finished and len(sequences) > self.num_answers):
+        if self.beam is not None or self.params.num_samples > self.num_answers:
             sequences = self._best(sequences, finished)
         completions = [s.completion() for s in sequences]
         return RequestOutput(
@@ -183,7 +193,7 @@ class Request:
         """Beams are shown once they are chosen; of best_of samples the n with the highest mean log-probability."""
         if not finished:
             return []
-        if self.beam is None:
+        if self.beam is None and len(sequences) > self.num_answers:
             sequences = sorted(sequences, key=_mean_logprob, reverse=True)[: self.num_answers]
         for index, seq in enumerate(sequences):
             seq.index = index

@@ -9,7 +9,6 @@ the first in order always gets on and nothing can deadlock.
 from __future__ import annotations
 
 import heapq
-import time
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,14 +138,9 @@ class Scheduler:
             self._num_swapped -= request.state is State.SWAPPED
         unforked = {id(fork.child) for fork in request.forks}
         for seq in request.live:
-            seq.finish_reason = reason
             if request.state is not State.WAITING and id(seq) not in unforked:
                 self.kv.free(seq.id)
-        request.ended += request.live
-        request.live.clear()
-        request.forks.clear()
-        request.state = State.FINISHED
-        request.timings.finished = time.perf_counter()
+        request.end(reason)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -157,9 +151,12 @@ class Scheduler:
         prefills = self._schedule_decodes(plan)
         plan.num_decodes = len(plan.sequences)
         budget = self.token_budget - plan.num_decodes
+        admits = preempted == self.recomputed + self.swapped  # who was just preempted shall not come back at once
+        if admits and prefills:
+            budget = self._admit_waiting(plan, budget, before=prefills[0].request)
         for seq in prefills:
             budget -= self._schedule_chunk(plan, seq, budget)
-        if preempted == self.recomputed + self.swapped:  # who was just preempted shall not come back at once
+        if admits:
             self._admit_waiting(plan, budget)
         plan.memory = self.kv.take_ops()
         return plan
@@ -254,14 +251,17 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+    def _admit_waiting(self, plan: StepPlan, budget: int, before: Request | None = None) -> int:
+        """Start waiting requests, in order, those `before` another only if given; returns the budget left."""
         put_aside: list[tuple[tuple[int, int], Request]] = []  # their prompt's next block is just being computed
         waiting = self._waiting
         free_sequences = self.sequence_limit
         if waiting:
             free_sequences -= sum(request.num_sequences for request in self.running)
-        while waiting and budget > 0:
+        while waiting and budget > 0 and len(put_aside) < free_sequences:
             request = waiting[0][1]
+            if before is not None and request.order > before.order:
+                break
             if request.state not in (State.WAITING, State.SWAPPED):
                 heapq.heappop(waiting)
                 continue
@@ -283,12 +283,13 @@ class Scheduler:
                 heapq.heappop(waiting)
         for entry in put_aside:
             heapq.heappush(waiting, entry)
+        return budget
 
     def _start(self, request: Request) -> None:
+        insort(self.running, request, key=lambda r: r.order)
         self._num_waiting -= 1
         self._num_swapped -= request.state is State.SWAPPED
         request.state = State.RUNNING
-        insort(self.running, request, key=lambda r: r.order)
 
     def _admit(self, request: Request) -> Outcome:
         if request.awaited in self.kv.in_flight:

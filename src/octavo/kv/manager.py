@@ -128,9 +128,16 @@ class KVManager:
         """Blocks that are not pinned: the most that requests can ever have."""
         return self.pool.num_blocks - len(self.pinned)
 
-    def can_ever_fit(self, num_tokens: int, num_sequences: int = 1) -> bool:
-        """Whether `blocks_to_admit` blocks exist at all. If not, the request would wait for ever."""
-        return self.blocks_to_admit(num_tokens, num_sequences) <= self.usable_blocks
+    def can_ever_fit(self, tokens: Sequence[int], num_sequences: int = 1, salt: bytes = b"") -> bool:
+        """Whether `blocks_to_admit` blocks exist at all. If not, the request would wait for ever.
+
+        Blocks that are pinned serve those only who begin with what they hold.
+        """
+        need = self.blocks_to_admit(len(tokens), num_sequences)
+        if need <= self.usable_blocks or not self.pinned:
+            return need <= self.usable_blocks
+        found = self.cache.match(tokens, salt, (len(tokens) - 1) // self.block_size, [])
+        return need <= self.usable_blocks + sum(block in self.pinned for block in found)
 
     def admit(
         self,

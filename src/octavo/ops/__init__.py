@@ -1,1 +1,1 @@
-"""The kernels behind the models: `interface` is the seam, `reference` the NumPy oracle."""
+"""The kernels behind the models: `interface` is the seam, `reference` the NumPy oracle. Knows no model."""

@@ -1,7 +1,7 @@
 """The seam between models and kernels: every operation a model may call, on arrays only the backend understands.
 
-A model file calls these and never a method of an array, so that it runs unchanged on NumPy, on the native kernels and
-on a GPU. `octavo.ops.reference` (NumPy, float32) is the oracle of the others. Nothing here knows of scheduling.
+A model file calls these and never a method of an array, so that it runs unchanged on every backend. The first one,
+`octavo.ops.reference` (NumPy, float32), is the oracle of those to come. Nothing here knows of scheduling.
 
 Shapes: T tokens in the step, S sequences, R rows wanted as logits, E hidden size, H query heads, G key/value heads,
 D head size, V vocabulary.
