@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, OctavoError, SamplingParams
 
 
 def main() -> None:
-    """Load the model once, warm it up, run each workload."""
+    """Load the model once, warm it up, run each workload. What cannot be run is one sentence, and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a built-in name, a GGUF file, a model folder or a Hugging Face id")
     parser.add_argument("workloads", nargs="+", type=Path, metavar="WORKLOAD.json")
@@ -29,13 +30,37 @@ def main() -> None:
     parser.add_argument("--max-batched-tokens", type=int, default=2048)
     arguments = vars(parser.parse_args())
     model, workloads = arguments.pop("model"), arguments.pop("workloads")
-    begin = time.perf_counter()
-    llm = LLM(model, **arguments)
-    load_seconds = time.perf_counter() - begin
-    run(llm, [{"prompt_token_ids": list(range(2000, 2064)), "max_tokens": 8, "n": 1}])
-    for path in workloads:
-        work = json.loads(path.read_text())
-        print(json.dumps(line(work["name"], *run(llm, work["requests"]), load_seconds)), flush=True)
+    try:
+        works = [read(path) for path in workloads]
+        begin = time.perf_counter()
+        llm = LLM(model, **arguments)
+        load_seconds = time.perf_counter() - begin
+        run(llm, [{"prompt_token_ids": list(range(2000, 2064)), "max_tokens": 8, "n": 1}])
+        for work in works:
+            print(json.dumps(line(work["name"], *run(llm, work["requests"]), load_seconds)), flush=True)
+    except OctavoError as problem:
+        print(f"run.py: {problem}", file=sys.stderr)
+        sys.exit(2)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The workload in a file. Raises OctavoError if there is none."""
+    try:
+        work = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise OctavoError(f"The workload {path} cannot be read: {problem.strerror}.") from None
+    except ValueError as problem:
+        raise OctavoError(f"The workload {path} is not JSON: {problem}.") from None
+    try:
+        rows = [(request["prompt_token_ids"], request["max_tokens"]) for request in work["requests"]]
+        fits = isinstance(work["name"], str) and rows and all(isinstance(ids, list) for ids, _ in rows)
+    except (KeyError, TypeError):
+        fits = False
+    if not fits:
+        raise OctavoError(
+            f'{path} is no workload; one is {{"name", "requests": [{{"prompt_token_ids", "max_tokens"}}]}}.'
+        )
+    return dict(work)
 
 
 def run(llm: LLM, requests: list[dict[str, Any]]) -> tuple[int, float, list[float]]:

@@ -53,6 +53,7 @@ def alphabet(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return made
 
     monkeypatch.setattr("octavo.llm.load_engine", load)
+    monkeypatch.setattr("octavo.async_llm.load_engine", load)
     return options
 
 

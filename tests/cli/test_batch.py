@@ -108,15 +108,15 @@ class TestResults:
             '{"messages": "hello"}': "messages",
             '{"messages": []}': "no tokens",
             '{"messages": [1]}': "messages must be a list of messages",
-            '{"messages": [{"content": "a"}]}': "'role'",
+            '{"messages": [{"content": "a"}]}': "role",
             '{"prompt_token_ids": "abc"}': "list of token ids",
             '{"prompt": null}': "list of token ids, or a text",
             '{"prompt": "a", "max_token": 3}': "no parameter 'max_token'",
             '{"prompt": "a", "temperature": "hot"}': "temperature is 'hot'",
             '{"prompt": "a", "temperature": NaN}': "temperature is nan",
-            '{"prompt": "a", "stop": 5}': "wrong kind",
+            '{"prompt": "a", "stop": 5}': "stop is 5",
             '{"prompt": "a", "logit_bias": {"x": 1}}': "logit_bias has the key 'x'",
-            '{"prompt": "a", "logit_bias": [1]}': "wrong kind",
+            '{"prompt": "a", "logit_bias": [1]}': "logit_bias is [1]",
             '{"prompt": "a", "width": 2, "temperature": 1}': "no parameter 'temperature'",
             '{"custom_id": 3, "body": "a"}': "body is not",
             '{"custom_id": 4, "body": {"messages": [], "tools": [1]}}': "no parameter 'tools'",
@@ -124,8 +124,8 @@ class TestResults:
         }
         file = write(tmp_path / "in.jsonl", *(line for text in bad for line in (text, {"prompt": "w"})))
         ran = octavo("batch", str(file), "-o", str(tmp_path / "out"))
-        assert ran.code == 0
-        assert f"{len(bad)} lines were answered with an error" in ran.err
+        assert ran.code == 1
+        assert f"out: {2 * len(bad)} results, {len(bad)} errors." in ran.err
         results = lines_of(tmp_path / "out")
         assert texts_of(tmp_path / "out") == [None, "xyz"] * len(bad)
         for result, words in zip(results[::2], bad.values(), strict=True):
@@ -192,9 +192,29 @@ class TestResuming:
         command, complete = self.whole(octavo, tmp_path)
         alphabet["made"].clear()
         ran = octavo(*command)
-        assert "is complete: 6 results" in ran.err
+        assert "was complete before: 6 results, 0 errors." in ran.err
         assert not alphabet["made"]  # not even the model is loaded
         assert (tmp_path / "out").read_bytes() == complete
+
+    def test_errors_of_earlier_runs_count_and_it_says_where_it_goes_on(self, octavo: Octavo, tmp_path: Path) -> None:
+        file, out = write(tmp_path / "in.jsonl", "bad", {"prompt": "w"}), tmp_path / "out"
+        command = ["batch", str(file), "-o", str(out)]
+        first = octavo(*command)
+        assert (first.code, "out: 2 results, 1 error." in first.err) == (1, True)
+        whole = out.read_bytes()
+        assert octavo(*command).code == 1
+        out.write_bytes(whole[: whole.index(b"\n") + 1])
+        again = octavo(*command)
+        assert "1 line was answered before; going on at line 2." in again.err
+        assert (again.code, "out: 2 results, 1 error." in again.err) == (1, True)
+
+    def test_ctrl_c_says_how_to_go_on(self, octavo: Octavo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("tests.cli.tiny.Alphabet.logits", interrupted)
+        ran = octavo("batch", str(write(tmp_path / "in.jsonl", {"prompt": "w"})))
+        assert (ran.code, "run the same command again to go on" in ran.err) == (130, True)
 
     def test_lines_added_to_the_input_are_answered(self, octavo: Octavo, tmp_path: Path) -> None:
         command, complete = self.whole(octavo, tmp_path)

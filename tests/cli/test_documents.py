@@ -20,9 +20,11 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.usefixtures("alphabet")
 def test_the_readme_s_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = blocks("python")
-    exec(compile(code, "README.md", "exec"), {})
-    assert "MemoryReport" in capsys.readouterr().out
+    sync, asynchronous = blocks("python")
+    exec(compile(sync, "README.md", "exec"), {})
+    assert "prefix cache" in capsys.readouterr().out
+    exec(compile(asynchronous, "README.md", "exec"), {})
+    assert capsys.readouterr().out.endswith("tuvwxyz\n")
 
 
 def test_the_readme_s_commands_are_understood(octavo: Octavo) -> None:

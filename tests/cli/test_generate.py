@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from octavo.cli.endings import out_of_tokens
+from octavo.llm import LLM
+from octavo.params import SamplingParams
+
 from .conftest import Octavo
 
 pytestmark = pytest.mark.usefixtures("alphabet")
@@ -101,7 +105,8 @@ def test_engine_options_reach_the_engine(octavo: Octavo, alphabet: dict[str, Any
     [
         (["generate"], "There is no prompt"),
         (["generate", "w", "--temperature", "-1"], "temperature is -1.0"),
-        (["generate", "w", "--temperature", "hot"], "temperature"),
+        (["generate", "w", "--temperature", "hot"], "; see octavo generate --help."),
+        (["generate", "w", "--max-tokens", "hot"], "whole number"),
         (["generate", "w", "--top-p", "2"], "top_p is 2.0"),
         (["generate", "w", "--block-size", "7"], "block_size is 7"),
         (["generate", "w", "--preemption", "never"], "recompute or swap"),
@@ -113,7 +118,7 @@ def test_engine_options_reach_the_engine(octavo: Octavo, alphabet: dict[str, Any
         (["generate", "w" * 600], "600 tokens"),
         (["generate", "w", "--file", "missing.txt"], "missing.txt"),
         (["generate", "w", "--nonsense"], "--nonsense"),
-        (["nonsense"], "nonsense"),
+        (["nonsense"], "nonsense'; see octavo --help."),
     ],
 )
 def test_what_cannot_be_is_said_in_one_sentence(octavo: Octavo, arguments: list[str], words: str) -> None:
@@ -129,6 +134,22 @@ def test_a_file_that_is_no_text_or_has_no_prompts(octavo: Octavo, tmp_path: Path
     (tmp_path / "empty").write_text("\n\n")
     assert "not UTF-8 text: byte 3" in octavo("generate", "-f", str(tmp_path / "bytes")).err
     assert "has no prompts" in octavo("generate", "-f", str(tmp_path / "empty")).err
+
+
+def test_an_answer_that_outgrew_the_pool_is_named(octavo: Octavo) -> None:
+    flags = ["--block-size", "4", "--num-blocks", "3", "--no-prefix-caching", "--ignore-eos"]
+    said = "octavo: answer 1 ended early: the KV pool of 3 blocks is full; raise --kv-memory or --num-blocks.\n"
+    for ran in (octavo("generate", "a", *flags), octavo("generate", "a", "--json", *flags)):
+        assert (ran.code, ran.err) == (0, said)
+    assert octavo("chat", *flags, stdin="a\n").err == said
+
+
+def test_how_cut_answers_are_named(octavo: Octavo) -> None:
+    assert octavo("generate", "a", "--max-tokens", "3").err == ""  # said on a terminal only
+    llm = LLM("alphabet")
+    one, two = llm.generate(["a", "y"], SamplingParams(n=2, max_tokens=3, temperature=0))
+    assert out_of_tokens({0: one, 1: two}, 3) == "answers 1.1 and 1.2 ended at --max-tokens, 3."
+    assert out_of_tokens({0: two}, 3) is None
 
 
 def test_a_failure_in_mid_answer_is_said(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:

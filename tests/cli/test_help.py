@@ -43,6 +43,16 @@ def test_examples_are_command_lines_that_are_understood(name: str, octavo: Octav
             assert ran.code == 0, ran.err
 
 
+def test_every_file_of_the_command_line_says_what_it_must_not_know() -> None:
+    import ast
+    from pathlib import Path
+
+    import octavo.cli
+
+    docs = {p.name: ast.get_docstring(ast.parse(p.read_text())) for p in Path(octavo.cli.__file__).parent.glob("*.py")}
+    assert not [name for name, text in docs.items() if "Knows" not in (text or "")]
+
+
 def test_version_and_no_command_at_all(octavo: Octavo) -> None:
     from octavo import __version__
 

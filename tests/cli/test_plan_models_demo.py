@@ -48,9 +48,23 @@ class TestPlan:
         assert made["paged"] == int(49152 / (500 + 15.5))
 
     def test_memory_for_less_than_one_request(self, octavo: Octavo, llama: str) -> None:
-        ran = octavo("plan", llama, "--memory", "64MiB")
-        assert ran.code == 0
-        assert "times the requests" not in ran.out
+        for memory, words in (
+            ("64MiB", "64 MiB does not hold one request of 4,096 tokens in blocks of 16."),
+            ("1MiB", "1 MiB does not hold one block of 16 tokens (16 MiB)."),
+        ):
+            ran = octavo("plan", llama, "--memory", memory, "--typical", "4000")
+            assert ran.code == 0
+            assert words in ran.out
+            assert ran.out.count("—") == 3
+            assert "times the requests" not in ran.out
+
+    def test_what_this_model_or_backend_would_not_run(self, octavo: Octavo, llama: str) -> None:
+        ran = octavo("plan", llama, "--memory", "24GiB", "--dtype", "f16")
+        assert "A context of 4,096 tokens is beyond the 2,048 that the model was made for." in ran.out
+        assert "f16 is for planning" in ran.out
+        assert not [line for line in ran.out.splitlines() if line.endswith(" ")]
+        made = json.loads(octavo("plan", llama, "--memory", "24GiB", "--context", "2048", "--json").out)
+        assert made["notes"] == []
 
     @pytest.mark.parametrize(
         ("flags", "code", "words"),
@@ -62,7 +76,8 @@ class TestPlan:
             (["--memory", "1GiB", "--avg-prompt", "5"], 2, "go together"),
             (["--memory", "1GiB", "--avg-prompt", "5", "--avg-output", "5", "--typical", "5"], 2, "the sum"),
             (["--memory", "1GiB", "--typical", "5000"], 2, "longer than the context"),
-            (["--memory", "1GiB", "--context", "0"], 2, "--context"),
+            (["--memory", "1GiB", "--context", "0"], 2, "at least 1"),
+            (["--memory", "1GiB", "--block-size", "3"], 2, "1, 4, 8, 16, 32, 64"),
         ],
     )
     def test_what_cannot_be(self, octavo: Octavo, llama: str, flags: list[str], code: int, words: str) -> None:
@@ -70,6 +85,22 @@ class TestPlan:
         assert (ran.code, ran.out) == (code, "")
         assert words in ran.err
         assert ran.err.count("\n") == 1
+
+    def test_a_hub_that_is_out_of_reach_is_one_sentence_at_once(
+        self, octavo: Octavo, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import huggingface_hub
+
+        def retries(*_: object, **__: object) -> None:
+            pytest.fail("hf_hub_download retries for long, and loudly")
+
+        def unreachable(*_: object, **__: object) -> None:
+            raise OSError("no network")
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", retries)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+        ran = octavo("plan", "nobody/nothing", "--memory", "1GiB")
+        assert (ran.code, ran.err.count("\n")) == (1, 1)
 
     def test_models_that_are_not_there_or_not_supported(self, octavo: Octavo, tmp_path: Path) -> None:
         ran = octavo("plan", "nowhere-to-be-found", "--memory", "1GiB")
@@ -91,6 +122,15 @@ class TestModels:
         ran = octavo("models")
         assert ran.code == 0
         assert all(word in ran.out for word in ("smollm2", "93.8 MiB", "Apache-2.0", "gemma3_text", "Q4_K", "GGUF"))
+
+    def test_which_are_read_from_folders_only(self, octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+        from octavo.loading.gguf_model import _ARCHITECTURES
+
+        facts = json.loads(octavo("models", "--json").out)
+        in_gguf = {*_ARCHITECTURES, "gemma3_text", "mistral"} - {"gemma3"}  # GGUF's "llama" is Mistral's too
+        assert set(facts["folders_only"]) == set(facts["architectures"]) - in_gguf
+        monkeypatch.setenv("COLUMNS", "200")
+        assert "opt: folders only" in octavo("models").out
 
     def test_json_tells_what_is_cached(self, octavo: Octavo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         from octavo.loading.resolve import BUILT_IN, cached_path
@@ -128,6 +168,18 @@ class TestDemo:
         assert report.copies == 1
         assert report.active == report.shared == 0
         assert "9 answers" in ran.out
+
+    @pytest.mark.usefixtures("alphabet")
+    def test_that_it_fetches_is_said(self, octavo: Octavo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+        assert octavo("demo", "--max-tokens", "1").err == "Fetching smollm2 (93.8 MiB) once …\n"
+
+    @pytest.mark.usefixtures("alphabet")
+    def test_a_pool_that_is_too_small_is_said(self, octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tests.cli.tiny.EOS", ord("!"))  # far from any prompt's end
+        blocks = (len(SYSTEM) + 1 + max(map(len, PROMPTS))) // 16 + 2
+        ran = octavo("demo", "--num-blocks", str(blocks), "--max-tokens", "200")
+        assert f"ended early: the KV pool of {blocks} blocks is full" in ran.err
 
     @pytest.mark.usefixtures("alphabet")
     def test_a_picture(self, octavo: Octavo, tmp_path: Path) -> None:

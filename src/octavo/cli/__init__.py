@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from octavo.errors import ConfigError, OctavoError, RequestError
+
+_PLAIN = {
+    "Input should be a valid integer.*": "it must be a whole number",
+    "Input should be a valid number.*": "it must be a number",
+    r"Input should be greater than or equal to (\S+)": r"it must be at least \1",
+    "Input should be": "it must be",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,8 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # typer's own errors share no public base class across its versions, but all can be shown
         if not hasattr(problem, "format_message"):
             raise
-        code = _say(problem.format_message(), getattr(problem, "exit_code", 2))
+        code = _say(_usage(problem), getattr(problem, "exit_code", 2))
     sys.exit(code or 0)
+
+
+def _usage(problem: Any) -> str:
+    """What typer has to say of a command line, in plain words, and where that is explained."""
+    message = problem.format_message()
+    for theirs, ours in _PLAIN.items():
+        message = re.sub(theirs, ours, message)
+    command = getattr(getattr(problem, "ctx", None), "command_path", "octavo")
+    return f"{message.rstrip('.')}; see {command} --help."
 
 
 def _say(message: str, code: int) -> int:

@@ -1,4 +1,7 @@
-"""The commands under one name. Imports no more than typer needs to show their help, so that `--help` is quick."""
+"""The commands under one name. Imports no more than typer needs to show their help, so that `--help` is quick.
+
+Knows nothing of what a command does.
+"""
 
 from __future__ import annotations
 

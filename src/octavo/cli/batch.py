@@ -1,7 +1,8 @@
 """`octavo batch`: answer a JSONL file into another, in order, so that it can be killed and run again.
 
 A result is written once all before it are, each line in one write; so the output is always a beginning of the whole,
-but for a last line that a kill may have cut. Running again removes that one and goes on behind the others.
+but for a last line that a kill may have cut. Running again removes that one and goes on behind the others. Knows
+requests and results, not how they are computed.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def batch(
 
     Kill it at any moment and run the same command again: it goes on where it stopped.
 
+    The exit code is 0 if every line was served, 1 if any result is an error, also of an earlier run, 2 if nothing
+    could be run as asked, and 130 after Ctrl-C.
+
     [bold]A line[/bold] is a JSON object with "messages" (a conversation), "prompt" (a text to continue as it is) or
     "prompt_token_ids", and any parameters of SamplingParams, such as "max_tokens" or "n"; with "width" it is a beam
     search and takes those of BeamParams. The sampling options below hold for lines that do not say otherwise. A
@@ -83,13 +87,22 @@ def batch(
         source.seek(0)
         lines = (line.strip() for line in source if line.strip())
         with _sole_writer(target) as results:
-            done = _resume(results, lines, salt, target)
+            done, failed = _resume(results, lines, salt, target)
+            if 0 < done < total:
+                were = "line was" if done == 1 else "lines were"
+                typer.echo(f"{done} {were} answered before; going on at line {done + 1}.", err=True)
             if done < total:
-                run = Run(open_llm(model, engine), defaults, salt, results)
-                run.answer(lines, done, total)
-                typer.echo(f"{target}: {total} results; {run.failed} lines were answered with an error.", err=True)
-            else:
-                typer.echo(f"{target} is complete: {total} results.", err=True)
+                try:
+                    run = Run(open_llm(model, engine), defaults, salt, results)
+                    run.answer(lines, done, total)
+                except KeyboardInterrupt:
+                    typer.echo("octavo: interrupted; run the same command again to go on.", err=True)
+                    raise
+                failed += run.failed
+    before = " was complete before" if done == total else ""
+    typer.echo(f"{target}{before}: {_count(total, 'result')}, {_count(failed, 'error')}.", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 class Run:
@@ -171,33 +184,40 @@ def _sole_writer(target: Path) -> Iterator[IO[bytes]]:
         yield handle
 
 
-def _resume(results: IO[bytes], lines: Iterator[bytes], salt: bytes, target: Path) -> int:
-    """Count the results that are there, take their lines, and cut off a last result that is not whole.
+def _resume(results: IO[bytes], lines: Iterator[bytes], salt: bytes, target: Path) -> tuple[int, int]:
+    """Count (the results that are there, the errors in them), take their lines, and cut off a last that is not whole.
 
     Raises RequestError, and changes nothing, if they are not the first results of this input.
     """
-    count = size = 0
+    count = failed = size = 0
     for result in results:
         if not result.endswith(b"\n"):
             break
-        line = next(lines, None)
-        if line is None or _digest_in(result) != _digest(salt, line):
+        line, read = next(lines, None), _read(result)
+        if line is None or read.get("input") != _digest(salt, line):
             raise RequestError(
                 f"Line {count + 1} of {target} answers another input, model or options than these; "
                 "name another file with -o, or remove that one."
             )
         count, size = count + 1, size + len(result)
+        failed += read.get("error") is not None
     results.seek(size)
     results.truncate()
-    return count
+    return count, failed
 
 
 def _digest(salt: bytes, line: bytes) -> str:
     return hashlib.sha256(salt + b"\n" + line).hexdigest()[:16]
 
 
-def _digest_in(result: bytes) -> object:
+def _read(result: bytes) -> dict[str, Any]:
+    """A line of results; empty where it is none of ours."""
     try:
-        return json.loads(result)["input"]
-    except (ValueError, KeyError, TypeError):
-        return None
+        read = json.loads(result)
+    except (ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,4 +1,7 @@
-"""`octavo chat`: a conversation. Reads lines from a person or a pipe, streams the answers, keeps the history."""
+"""`octavo chat`: a conversation. Reads lines from a person or a pipe, streams the answers, keeps the history.
+
+Knows messages, not how a model sees them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.options import DEFAULT_MODEL, EngineOptions, Model, SamplingOptions, sampling_params
-from octavo.cli.session import can_chat, open_llm
+from octavo.cli.session import can_chat, note_full_pool, open_llm
 from octavo.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ def chat(
 
       octavo chat --system "Answer in rhymes." --temperature 0.9
 
-      printf 'My name is Ada.\\nWhat is my name?\\n' | octavo chat --temperature 0
+      printf 'What is the capital of France?\\nAnd of Italy?\\n' | octavo chat --temperature 0
     """
     params = sampling_params({"max_tokens": None, **sampling.given()})
     llm = open_llm(model, engine)
@@ -110,7 +113,9 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": said})
         if interrupted:
             self._note("(stopped)")
-        elif output is not None:
+        if output is not None:
+            note_full_pool({0: output}, self._llm)
+        if not interrupted and output is not None:
             self._note(_summary(output), only_interactive=True)
 
     def _stream(self) -> tuple[RequestOutput | None, bool]:
@@ -132,11 +137,10 @@ class Conversation:
         self._note("The conversation begins anew.")
 
     def _show_memory(self) -> None:
-        from rich.console import Console
-
         from octavo.cli.memory import memory_table
+        from octavo.cli.show import show
 
-        Console().print(memory_table(self._llm.memory_report()))
+        show(memory_table(self._llm.memory_report()))
 
     def _note(self, text: str, *, only_interactive: bool = False) -> None:
         """A word to the person, apart from the answers."""

@@ -1,4 +1,7 @@
-"""`octavo demo`: eight prompts at once, the answers streaming, and what their memory did. What `make demo` runs."""
+"""`octavo demo`: eight prompts at once, the answers streaming, and what their memory did. What `make demo` runs.
+
+Knows prompts and tables, not what fills them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.options import DEFAULT_MODEL, EngineOptions, Model
-from octavo.cli.session import open_llm
+from octavo.cli.session import note_full_pool, open_llm
 from octavo.errors import OctavoError
 from octavo.params import SamplingParams
 
@@ -64,6 +67,7 @@ def demo(
 
     from octavo.cli.display import Board, Interleaved, View
     from octavo.cli.memory import memory_table
+    from octavo.cli.show import show
 
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
     params = [greedy] * len(PROMPTS)
@@ -75,8 +79,10 @@ def demo(
     board = Board(PROMPTS, console)
     view: View = board if console.is_terminal else Interleaved(PROMPTS)
     conversations = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in PROMPTS]
+    ended = {}
     for outputs in llm.stream(conversations, params):
         for index, output in outputs:
+            ended[index] = output
             board.update(index, output)
             if view is not board:
                 view.update(index, output)
@@ -84,7 +90,8 @@ def demo(
     seconds = time.perf_counter() - loaded
     report = memory_table(llm.memory_report())
     closing = f"{len(PROMPTS)} prompts, 9 answers in {seconds:.1f} s; the model was ready after {loaded - begin:.1f} s."
-    console.print(report, closing, sep="\n")
+    show(report, closing)
+    note_full_pool(ended, llm)
     if svg is not None:
         _draw(svg, [board.whole(), report, closing])
 

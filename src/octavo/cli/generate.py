@@ -1,4 +1,4 @@
-"""`octavo generate`: answer prompts from the command line, a file or a pipe."""
+"""`octavo generate`: answer prompts from the command line, a file or a pipe. Knows no engine and no views inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.options import DEFAULT_MODEL, EngineOptions, Model, SamplingOptions, sampling_params, with_default
-from octavo.cli.session import can_chat, open_llm
+from octavo.cli.session import can_chat, note, note_full_pool, open_llm
 from octavo.errors import OctavoError, RequestError
 from octavo.params import BeamParams, SamplingParams
 
@@ -27,7 +27,11 @@ Prompts = Annotated[
 File = Annotated[
     Path | None,
     typer.Option(
-        "--file", "-f", exists=True, dir_okay=False, help="More prompts, one a line; empty lines are skipped."
+        "--file",
+        "-f",
+        exists=True,
+        dir_okay=False,
+        help="More prompts, one a line, after those of the command line; empty lines are skipped.",
     ),
 ]
 Chat = Annotated[
@@ -81,7 +85,7 @@ def generate(
     """Answer one prompt or many at once; the text streams as it is made.
 
     One answer goes to standard output as bare text. Several are shown side by side on a terminal, and one after
-    another in a pipe.
+    another in a pipe, in the order of the prompts: those of the command line come before those of --file.
 
     [bold]Examples[/bold]
 
@@ -153,21 +157,30 @@ def _texts(prompts: list[str], file: Path | None) -> list[str]:
 def _print_json(llm: LLM, asked: list[Any], params: SamplingParams | BeamParams) -> None:
     from octavo.cli.results import as_dict
 
-    for output in llm.generate(asked, params):
+    outputs = llm.generate(asked, params)
+    for output in outputs:
         print(json.dumps(as_dict(output), ensure_ascii=False))
+    note_full_pool(dict(enumerate(outputs)), llm)
 
 
 def _stream(llm: LLM, asked: list[Any], texts: list[str], params: SamplingParams | BeamParams) -> None:
+    from octavo.cli.endings import out_of_tokens
+
     answers = (params.n or params.width) if isinstance(params, BeamParams) else params.n
     view = _view(texts, answers)
     grows = params.num_samples == answers  # otherwise the answers are chosen at the end
-    failed = None
+    failed, ended = None, {}
     for outputs in llm.stream(asked, params):
         for index, output in outputs:
             failed = failed or output.error
             if grows or output.finished:
                 view.update(index, output)
+            if output.finished:
+                ended[index] = output
     view.close()
+    note_full_pool(ended, llm)
+    if sys.stderr.isatty():
+        note(out_of_tokens(ended, params.max_tokens))
     if failed:
         raise OctavoError(failed)
 

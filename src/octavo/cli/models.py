@@ -1,4 +1,4 @@
-"""`octavo models`: what can be run here, and what is already on this machine."""
+"""`octavo models`: what can be run here, and what is already on this machine. Knows names, not what they do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="The same as one JSON object.")]
+
+_FOLDERS_ONLY = ("opt",)  # architectures that have no GGUF files
 
 
 def models(as_json: Json = False) -> None:
@@ -48,16 +50,17 @@ def _facts() -> dict[str, Any]:
         "built_in": built_in,
         "cache": str(cache_folder()),
         "architectures": list(ARCHITECTURES),
+        "folders_only": list(_FOLDERS_ONLY),
         "files": ["GGUF file", "Hugging Face folder with safetensors"],
         "tensors": [kind.name for kind in STORAGE_TYPES],
     }
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from octavo.cli.memory import size
+    from octavo.cli.show import show
 
     table = Table(title="Built-in models", title_justify="left", title_style="bold")
     for column in ("name", "size", "here", "licence", "what it is"):
@@ -69,6 +72,6 @@ def _show(facts: dict[str, Any]) -> None:
     support.add_column(style="cyan", no_wrap=True)
     support.add_row("cache folder", facts["cache"])
     support.add_row("architectures", ", ".join(facts["architectures"]))
-    support.add_row("files", ", ".join(facts["files"]))
+    support.add_row("files", f"{', '.join(facts['files'])} ({', '.join(facts['folders_only'])}: folders only)")
     support.add_row("tensors", ", ".join(facts["tensors"]))
-    Console().print(table, "", support, sep="\n")
+    show(table, "", support)

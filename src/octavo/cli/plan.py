@@ -1,4 +1,4 @@
-"""`octavo plan`: how many requests fit in a memory. Reads a model's shape, leaves the arithmetic to the planner."""
+"""`octavo plan`: how many requests fit in a memory. Knows a model's shape and how to show a plan; no arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.options import with_default
-from octavo.config import parse_bytes
+from octavo.config import BLOCK_SIZES, parse_bytes
 from octavo.errors import RequestError
 from octavo.planner import ELEMENT_BYTES, KVShape, Plan
 from octavo.planner import plan as make_plan
@@ -21,8 +21,15 @@ Name = Annotated[
 ]
 Memory = Annotated[str, typer.Option("--memory", help="Memory for KV blocks, beside the weights, such as 24GiB.")]
 Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of the longest request, prompt and answer.")]
-BlockSize = Annotated[int, typer.Option("--block-size", min=1, help="Tokens in a block.")]
-Dtype = Annotated[str, typer.Option("--dtype", help=f"What keys and values are stored in: {', '.join(ELEMENT_BYTES)}.")]
+BlockSize = Annotated[int, typer.Option("--block-size", help=f"Tokens in a block: {', '.join(map(str, BLOCK_SIZES))}.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help=f"What keys and values are stored in: {', '.join(ELEMENT_BYTES)}. "
+        "Only f32 is what the reference backend stores; the others are for planning.",
+    ),
+]
 AvgPrompt = Annotated[int | None, typer.Option("--avg-prompt", min=1, help="Tokens of an average prompt.")]
 AvgOutput = Annotated[int | None, typer.Option("--avg-output", min=1, help="Tokens of an average answer.")]
 Typical = Annotated[
@@ -69,17 +76,18 @@ def plan(
         if typical is not None:
             raise RequestError("--typical is the sum of --avg-prompt and --avg-output; give it or the two.")
         typical = avg_prompt + avg_output
-    shape = _shape(model, ELEMENT_BYTES[dtype])
+    config = _config(model)
+    shape = _shape(config, ELEMENT_BYTES[dtype])
     made = make_plan(shape, memory=parse_bytes(memory), context=context, typical=typical, block_size=block_size)
+    notes = _notes(dtype, made, config["max_position_embeddings"])
     if as_json:
-        derived = {"tokens": made.tokens, "token_bytes": made.token_bytes, "gain": made.gain}
+        derived = {"notes": notes, "tokens": made.tokens, "token_bytes": made.token_bytes, "gain": made.gain}
         print(json.dumps({"model": model, "dtype": dtype, **asdict(shape), **asdict(made), **derived}))
     else:
-        _show(model, dtype, shape, made)
+        _show(model, dtype, shape, made, notes)
 
 
-def _shape(model: str, element_bytes: int) -> KVShape:
-    config = _config(model)
+def _shape(config: dict[str, Any], element_bytes: int) -> KVShape:
     return KVShape(
         num_layers=config["num_hidden_layers"],
         num_kv_heads=config["num_key_value_heads"],
@@ -105,19 +113,35 @@ def _config(model: str) -> dict[str, Any]:
 
 def _config_from_hub(model: str) -> Path | None:
     """The config.json of a Hub id, without the weights; None if it cannot be had, and `resolve` is to say why."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download  # hf_hub_download retries for long, and loudly, without a network
 
     try:
-        return Path(hf_hub_download(model, "config.json"))
+        return Path(snapshot_download(model, allow_patterns=["config.json"])) / "config.json"
     except Exception:  # the client raises its own, those of its HTTP library and of the system
         return None
 
 
-def _show(model: str, dtype: str, shape: KVShape, made: Plan) -> None:
-    from rich.console import Console
+def _notes(dtype: str, made: Plan, limit: int) -> list[str]:
+    """What the figures do not say: that nothing fits, or that this model or backend would not run so."""
+    from octavo.cli.memory import size
+
+    memory, notes = size(made.memory), []
+    if not made.blocks:
+        notes.append(f"{memory} does not hold one block of {made.block_size} tokens ({size(made.block_bytes)}).")
+    elif not made.paged_longest:
+        notes.append(f"{memory} does not hold one request of {made.context:,} tokens in blocks of {made.block_size}.")
+    if made.context > limit:
+        notes.append(f"A context of {made.context:,} tokens is beyond the {limit:,} that the model was made for.")
+    if dtype != "f32":
+        notes.append(f"{dtype} is for planning; the reference backend stores keys and values in f32.")
+    return notes
+
+
+def _show(model: str, dtype: str, shape: KVShape, made: Plan, notes: list[str]) -> None:
     from rich.table import Table
 
     from octavo.cli.memory import size
+    from octavo.cli.show import show
 
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="cyan")
@@ -130,11 +154,12 @@ def _show(model: str, dtype: str, shape: KVShape, made: Plan) -> None:
     fits.add_column("allocation")
     fits.add_column("requests that fit", justify="right")
     fits.add_column("memory in use", justify="right")
-    fits.add_row("contiguous, the longest reserved", f"{made.contiguous:,}", f"{made.contiguous_use:.1%}")
-    fits.add_row("paged", f"{made.paged:,}", f"{made.paged_use:.1%}")
     longest = -(-made.context // made.block_size) * made.block_size
-    fits.add_row("paged, if all grow to the longest", f"{made.paged_longest:,}", f"{made.context / longest:.1%}")
-    console = Console()
-    console.print(facts, "", fits, sep="\n")
-    if made.gain is not None:
-        console.print(f"Paged holds {made.gain:.1f} times the requests.")
+    for allocation, requests, use in (
+        ("contiguous, the longest reserved", made.contiguous, made.contiguous_use),
+        ("paged", made.paged, made.paged_use),
+        ("paged, if all grow to the longest", made.paged_longest, made.context / longest),
+    ):
+        fits.add_row(allocation, f"{requests:,}", f"{use:.1%}" if requests else "—")
+    gain = [] if made.gain is None else [f"Paged holds {made.gain:.1f} times the requests."]
+    show(facts, "", fits, *gain, *notes)

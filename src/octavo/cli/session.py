@@ -1,13 +1,20 @@
-"""Opening a model for a command, with a word on what is going on. The only place of the CLI that makes an LLM."""
+"""Opening a model for a command, and words on what is going on, to standard error. Knows no command.
+
+The only place of the CLI that makes an LLM.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.cli.options import EngineOptions
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
+    from octavo.outputs import RequestOutput
 
 
 def open_llm(model: str, options: EngineOptions) -> LLM:
@@ -17,16 +24,31 @@ def open_llm(model: str, options: EngineOptions) -> LLM:
     """
     from rich.console import Console
 
-    from octavo.loading.resolve import BUILT_IN, is_cached
+    from octavo.cli.memory import size
+    from octavo.loading.builtin import built_in
+    from octavo.loading.resolve import is_cached
 
-    fetched = "Fetching (once) and loading" if model in BUILT_IN and not is_cached(model) else "Loading"
     console = Console(stderr=True)
-    if not console.is_terminal and fetched != "Loading":
-        console.print(f"{fetched} {model} …")  # a pipe has no spinner, and this may take minutes
-    with console.status(f"{fetched} {model} …"):
+    if not Path(model).expanduser().exists() and (known := built_in(model)) and not is_cached(known.name):
+        # also where there is a spinner: this may take minutes
+        console.print(f"Fetching {known.name} ({size(known.size)}) once …", highlight=False)
+    with console.status(f"Loading {model} …"):
         from octavo.llm import LLM
 
         return LLM(model, **options.given())
+
+
+def note(text: str | None) -> None:
+    """Say a word beside the answers, if there is one."""
+    if text is not None:
+        print(f"octavo: {text}", file=sys.stderr, flush=True)
+
+
+def note_full_pool(outputs: Mapping[int, RequestOutput], llm: LLM) -> None:
+    """Name the answers that ended because the KV pool is full."""
+    from octavo.cli.endings import out_of_memory
+
+    note(out_of_memory(outputs, llm.memory_report().num_blocks))
 
 
 def can_chat(llm: LLM) -> bool:
