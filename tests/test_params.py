@@ -93,6 +93,7 @@ def test_a_beam_parameter_that_cannot_be_is_refused_by_name(wrong: dict[str, Any
         {"block_size": 16.0},
         {"num_blocks": True},
         {"max_num_seqs": 10**12},
+        {"max_num_seqs": 70_000, "max_batched_tokens": 80_000},
         {"seed": [1]},
     ],
 )

@@ -9,6 +9,7 @@ from typing import Literal
 from octavo.errors import ConfigError
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64)
+MAX_NUM_SEQS = 65_536
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -61,6 +62,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1 to {2**31 - 1}.")
         if self.seed is not None and not _is_whole(self.seed):
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number, or None.")
+        if self.sequence_limit > MAX_NUM_SEQS:
+            raise ConfigError(f"max_num_seqs is {self.max_num_seqs}; at most {MAX_NUM_SEQS} sequences can run at once.")
         if self.max_num_seqs is not None and self.max_num_seqs > self.max_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs is {self.max_num_seqs} but a step has room for {self.max_batched_tokens} tokens "
