@@ -112,3 +112,35 @@ def test_a_broken_template_is_named(template):
 def test_messages_of_a_wrong_form_are_named(messages):
     with pytest.raises(RequestError, match="must be a"):
         render("{{ messages }}", messages)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9**(9**6)",
+        "9**(9**9)",
+        "n**(n**n)",
+        "10**5000 // 1",
+        "'a' * 300000000",
+        "300000000 * ('a' * n)",
+        "[0] * 10**12",
+        "(10**400) * 1.0",
+        "'%c' % -1",
+        "1 // 0",
+        "cycler()",
+    ],
+)
+@pytest.mark.parametrize("form", ["{{ %s }}", "{%% if messages %%}{{ %s }}{%% endif %%}"])
+def test_whatever_fails_is_one_short_sentence(expression, form):
+    with pytest.raises(RequestError, match=r"The model's chat template .*\.") as caught:
+        render(form % expression, n=9)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_without_end_is_refused():
+    with pytest.raises(RequestError, match="its prompt is longer than 16777216 characters"):
+        render("{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 9999 }}{% endfor %}{% endfor %}")
+
+
+def test_ordinary_products_are_no_trouble():
+    assert render("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 2 ** 0.5 > 1 }}{{ 3 * 2.5 }}{{ [0] * 2 }}") == "---1024True7.5[0, 0]"

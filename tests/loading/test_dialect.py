@@ -16,8 +16,17 @@ from .small import LLAMA_CONFIG
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 4}
 NATIVE: dict[str, dict[str, Any]] = {  # the sizes under the architecture's own names
-    "gpt2": {"vocab_size": 40, "n_embd": 32, "n_inner": 48, "n_layer": 7, "n_head": 4, "n_positions": 64},
+    "gpt2": {
+        "vocab_size": 40,
+        "n_embd": 32,
+        "n_inner": 48,
+        "n_layer": 7,
+        "n_head": 4,
+        "n_positions": 64,
+        "eos_token_id": 0,
+    },
     "opt": {**{key: value for key, value in SIZES.items() if key != "intermediate_size"}, "ffn_dim": 48},
+    "phi3": {**SIZES, "eos_token_id": 2},
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -106,7 +115,7 @@ ROPES: list[tuple[str, dict[str, Any]]] = [
 def test_rope_in_the_old_and_the_new_form(architecture, rope):
     from transformers import AutoConfig
 
-    raw = {"model_type": architecture, **SIZES, "num_key_value_heads": 4, "pad_token_id": 0, **rope}
+    raw = {"model_type": architecture, **SIZES, "num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 2, **rope}
     theirs = AutoConfig.for_model(**json.loads(json.dumps(raw)))
     check_rope(normalise(raw, "old"), theirs)
     check_rope(normalise(json.loads(theirs.to_json_string()), "new"), theirs)
@@ -131,7 +140,14 @@ WINDOWS: list[tuple[str, dict[str, Any]]] = [
 def test_which_layers_have_a_window(architecture, window):
     from transformers import AutoConfig
 
-    raw = {"model_type": architecture, **SIZES, "num_key_value_heads": 4, "pad_token_id": 0, **window}
+    raw = {
+        "model_type": architecture,
+        **SIZES,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        **window,
+    }
     theirs = AutoConfig.for_model(**json.loads(json.dumps(raw)))
     ours = normalise(raw, "config.json")
     again = normalise(json.loads(theirs.to_json_string()), "config.json")
@@ -186,6 +202,13 @@ def test_the_text_part_of_a_gemma_with_vision():
         ({"hidden_act": 7}, "hidden_act is 7"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq', which is not supported"),
         ({"use_bidirectional_attention": True}, "only causal models"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true, false or null"),
+        ({"use_sliding_window": 1}, "use_sliding_window is 1; it must be true, false or null"),
+        ({"eos_token_id": {}}, r"eos_token_id is \{\}; it must be a token id \(0 or more\), a list of such"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"eos_token_id": [None]}, r"eos_token_id is \[None\]"),
+        ({"eos_token_id": True}, "eos_token_id is True"),
+        ({"eos_token_id": -1}, "eos_token_id is -1"),
     ],
 )
 def test_what_cannot_be_is_named(changes, says):
@@ -204,7 +227,7 @@ PLACES = (  # noqa: SIM905
     "head_dim max_position_embeddings hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters sliding_window "
     "layer_types max_window_layers use_sliding_window sliding_window_pattern partial_rotary_factor text_config "
     "rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping quantization_config tie_word_embeddings "
-    "original_max_position_embeddings"
+    "original_max_position_embeddings eos_token_id"
 ).split()
 
 

@@ -80,7 +80,7 @@ def transformers_model(architecture: str) -> Any:
     sizes |= {"bos_token_id": 1, "eos_token_id": 2}
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
     if architecture == "gpt2":
-        sizes = {"vocab_size": 40, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
+        sizes = {"vocab_size": 40, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "eos_token_id": 0}
     if architecture == "opt":
         sizes = {**{key: sizes[key] for key in list(sizes)[:7]}, "ffn_dim": 48, "word_embed_proj_dim": 32}
     torch.manual_seed(0)
@@ -226,6 +226,15 @@ def test_what_is_wrong_with_a_folder_is_named(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xff")
     with pytest.raises(ModelError, match=r"config\.json is no UTF-8 text"):
         load_checkpoint(tmp_path)
+
+
+def test_ends_of_sequence_in_either_file_are_token_ids(tmp_path):
+    folder = write_folder(tmp_path, {**LLAMA_CONFIG, "eos_token_id": [1, 4000]}, TENSORS)
+    assert load_checkpoint(folder).config["eos_token_id"] == [1, 4000]
+    for ids in ([2, -1], "x", {}, [None]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id is .*0 or more"):
+            load_checkpoint(folder)
 
 
 def test_what_is_wrong_with_an_index_is_named(tmp_path):

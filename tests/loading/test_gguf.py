@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -192,6 +193,19 @@ def test_an_empty_or_missing_file_is_named(tmp_path):
         load_checkpoint(tmp_path / "empty.gguf")
     with pytest.raises(ModelError, match="There is no file or folder"):
         load_checkpoint(tmp_path / "missing.gguf")
+
+
+def test_only_regular_files_are_read(tmp_path):
+    """A pipe would be waited for without end."""
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for path in (tmp_path / "pipe.gguf", Path("/dev/null")):
+        with pytest.raises(ModelError, match=f"{path} is no regular file"):
+            load_checkpoint(path)
+
+
+def test_a_path_that_cannot_be_is_named():
+    with pytest.raises(ModelError, match=r"a\.\.\. \(5000 characters\) cannot be looked up: File name too long"):
+        load_checkpoint(Path("a" * 5000))
 
 
 def test_an_unsupported_type_is_named(small, tmp_path):

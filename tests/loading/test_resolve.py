@@ -267,3 +267,12 @@ def test_offline_is_respected():
         env={"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"},
     )
     assert "the Hub is out of reach or HF_HUB_OFFLINE set" in done.stderr.splitlines()[-1]
+
+
+def test_names_that_cannot_be_are_refused():
+    with pytest.raises(ModelError, match="A model is named by a text or a path, not NoneType"):
+        resolve(None)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"\(5000 characters\) cannot be looked up: File name too long"):
+        resolve("a" * 5000)
+    with pytest.raises(ModelError, match="There is no model '~nobody-at-all/x'"):
+        resolve("~nobody-at-all/x")

@@ -123,10 +123,23 @@ def test_a_chat_is_the_template_with_its_tokens(smollm2_tokenizer):
 @pytest.mark.parametrize("text", ["\ud800", "ok \udfff", "a" * 1000 + "\ud83d"])
 def test_half_a_surrogate_pair_is_refused(smollm2_tokenizer, text):
     for call in (smollm2_tokenizer.encode, smollm2_tokenizer.encode_chat_text):
-        with pytest.raises(RequestError, match="half of a surrogate pair"):
+        with pytest.raises(
+            RequestError,
+            match=r"no valid Unicode \(a lone surrogate, as comes from bytes that are not UTF-8\): .* at character",
+        ):
             call(text)
-    with pytest.raises(RequestError, match="half of a surrogate pair"):
+    with pytest.raises(
+        RequestError,
+        match=r"no valid Unicode \(a lone surrogate, as comes from bytes that are not UTF-8\): .* at character",
+    ):
         smollm2_tokenizer.encode_chat([{"role": "user", "content": text + "<|im_end|>"}])
+
+
+def test_messages_nested_without_end_are_refused(smollm2_tokenizer):
+    message: dict[str, Any] = {"role": "user"}
+    message["content"] = [message]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        smollm2_tokenizer.encode_chat([message])
 
 
 def test_what_is_no_text_is_refused(smollm2_tokenizer):

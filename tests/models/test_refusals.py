@@ -12,9 +12,13 @@ from octavo import models
 from octavo.errors import ModelError
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.tensor import StoredTensor
+from octavo.models import rope
 from octavo.ops import reference
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 20, "short_factor": [1.0] * 5}
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1, "high_freq_factor": 4}
 
 
 def with_settings(checkpoint: Checkpoint, **settings: Any) -> Checkpoint:
@@ -56,6 +60,19 @@ def with_tensors(checkpoint: Checkpoint, **tensors: tuple[int, ...] | None) -> C
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2, "alpha": 3}}, "alpha = 3; it must be left out"),
         ("llama", {"rope_scaling": LONGROPE}, "does not give long_factor; it must be a list of 5 numbers over 0"),
         ("llama", {"rope_scaling": {"rope_type": "factors", "factors": [1.0] * 4}}, "a list of 5 numbers over 0"),
+        (
+            "llama",
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings = 1; it must be at least 2",
+        ),
+        ("llama", {"rope_scaling": {**YARN, "beta_fast": 1e308}}, r"beta_fast = 1e\+308; it must be a number from"),
+        ("llama", {"rope_scaling": {**YARN, "beta_slow": 1e-320}}, r"beta_slow = 1e-320; it must be a number from"),
+        ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta = 1.0; it must be over 1"),
+        ("llama", {"rope_scaling": {**YARN, "factor": 1e-300}}, "rope_scaling = .*'factor': 1e-300.*float32"),
+        ("llama", {"rope_scaling": {**YARN, "attention_factor": 1e300}}, "rope_scaling = .*1e.300.*float32"),
+        ("llama", {"rope_theta": 1e-300}, "rope_theta = 1e-300; it must be .*float32"),
+        ("gemma3", {"rope_local_base_freq": 1e-300}, "rope_local_base_freq = 1e-300; it must be .*float32"),
+        ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4}}, "high_freq_factor = 4; it must be another"),
         ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5; .*head_dim \(10\)"),
     ],
 )
@@ -88,6 +105,25 @@ def test_settings(name: str, settings: dict[str, Any], message: str, pair: Any) 
 def test_tensors(name: str, tensors: dict[str, Any], message: str, pair: Any) -> None:
     with pytest.raises(ModelError, match=message):
         models.build(with_tensors(pair(name)[1], **tensors), reference)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "gpt2", "opt"])
+@pytest.mark.parametrize("key", ["hidden_size", "head_dim", "vocab_size", "num_attention_heads"])
+def test_sizes_that_no_tensor_has_are_refused_before_they_are_computed(
+    name: str, key: str, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frequencies of so large a head would take seconds and gigabytes."""
+    if name in ("gpt2", "opt") and key in ("head_dim", "num_attention_heads"):
+        pytest.skip("their queries are as wide as the hidden size")
+
+    def too_early(span: rope.Span) -> None:
+        pytest.fail("the frequencies were computed before a shape was looked at")
+
+    if key != "vocab_size":
+        monkeypatch.setattr(rope.Span, "frequencies", property(too_early))
+    settings = {"hidden_size": 2**30, "head_dim": 2**28} if key == "hidden_size" else {key: 2**30}
+    with pytest.raises(ModelError, match=r"has shape .*settings ask for"):
+        models.build(with_settings(pair(name)[1], **settings), reference)
 
 
 def test_tensors_that_follow_from_the_config_are_no_trouble(pair: Any) -> None:

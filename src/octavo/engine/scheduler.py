@@ -2,9 +2,9 @@
 
 One rule: a step has a token budget. Running requests come first, in order of (priority, arrival): a token for every
 sequence that decodes, then prompt chunks; then waiting ones while blocks, sequences and budget last (those that come
-before a running prompt in order, ahead of its next chunk). A request that
-cannot grow takes the blocks of the last in order (Kwon et al. 2023, section 4.5: whole requests, all or nothing), so
-the first in order always gets on and nothing can deadlock.
+before a running prompt in order, ahead of its next chunk). A request that cannot grow takes the blocks of the last in
+order (Kwon et al. 2023, section 4.5: whole requests, all or nothing), so the first in order always gets on and nothing
+can deadlock.
 """
 
 from __future__ import annotations

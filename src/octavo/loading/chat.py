@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+_LONGEST = 1 << 24  # characters, of a prompt or of a text made by multiplication
+_MOST_BITS = 1 << 12  # of a power
+
 
 class ChatTemplate:
     """A template, compiled once. Raises RequestError if it is no valid Jinja."""
@@ -29,12 +32,17 @@ class ChatTemplate:
         """The prompt. Raises RequestError for messages of a wrong form and whatever the template refuses."""
         _check_messages(messages)
         known = {"tools": None, "documents": None, **variables}
+        known |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        parts, size = [], 0
         try:
-            return self._template.render(
-                **{**known, "messages": messages, "add_generation_prompt": add_generation_prompt}
-            )
+            for part in self._template.generate(**known):
+                size += len(part)
+                if size > _LONGEST:
+                    raise ValueError(f"its prompt is longer than {_LONGEST} characters")
+                parts.append(part)
         except Exception as error:  # a template may fail in any way
-            raise RequestError(f"The model's chat template refuses these messages: {error}.") from error
+            raise RequestError(f"The model's chat template refuses these messages: {_reason(error)}.") from error
+        return "".join(parts)
 
 
 def _check_messages(messages: object) -> None:
@@ -48,15 +56,21 @@ def _check_messages(messages: object) -> None:
             )
 
 
+def _reason(error: Exception) -> str:
+    """What an error says, as the end of a sentence."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _compile(source: str) -> Template:
-    from jinja2 import TemplateError, nodes
+    from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
+    from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
@@ -68,18 +82,35 @@ def _compile(source: str) -> Template:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Without products and powers that take all memory or time, be it when the template is compiled."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            _check_product(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(source)
-    except TemplateError as error:
-        raise RequestError(f"The model's chat template is no valid Jinja template: {error}.") from error
     except RecursionError:
         raise RequestError("The model's chat template is nested too deeply.") from None
+    except Exception as error:  # constant parts are worked out here
+        raise RequestError(f"The model's chat template is no valid Jinja template: {_reason(error)}.") from error
+
+
+def _check_product(operator: str, left: Any, right: Any) -> None:
+    if operator == "**":
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MOST_BITS:
+            raise ValueError(f"a power has more than {_MOST_BITS} bits")
+        return
+    for many, times in ((left, right), (right, left)):
+        if isinstance(many, (str, list, tuple)) and isinstance(times, int) and len(many) * times > _LONGEST:
+            raise ValueError(f"a product is longer than {_LONGEST}")
 
 
 def _tojson(

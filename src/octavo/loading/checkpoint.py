@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
+from octavo.loading.files import is_there
 from octavo.loading.tensor import StoredTensor
 from octavo.loading.tokenizer import Tokenizer
 
@@ -54,11 +55,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises ModelError, naming the file and the tensor or key, for whatever cannot be read or is not supported.
     """
     path = Path(path)
+    there = is_there(path)
     if path.is_dir():
         from octavo.loading.folder import read_folder
 
         return Checkpoint(path.resolve().name, path, *read_folder(path))
-    if not path.exists():
+    if not there:
         raise ModelError(f"There is no file or folder {path}; give a .gguf file or a Hugging Face folder.")
     from octavo.loading.gguf_model import read_gguf_model
 

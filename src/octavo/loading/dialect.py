@@ -106,6 +106,7 @@ _ALIASES: dict[str, dict[str, str]] = {  # our name -> the architecture's own
     },
     "opt": {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
 }
+_FLAGS = ("tie_word_embeddings", "use_sliding_window", "use_bidirectional_attention")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _MOST = 2**31 - 1
 _MOST_LAYERS = 4096  # more is a damaged file, and lists of this length are made
@@ -134,7 +135,9 @@ def normalise(raw: Mapping[str, Any], where: object) -> dict[str, Any]:
             f"{where}: the architecture {architecture!r} (model_type) is not supported; {', '.join(ARCHITECTURES)} are."
         )
     _refuse_quantised(config, where)
+    _check_flags(config, where)
     _fill(config, architecture, where)
+    check_end_ids(config, where)
     if config.get("use_bidirectional_attention"):
         raise ModelError(f"{where}: use_bidirectional_attention is set; only causal models can generate.")
     if architecture not in ("gpt2", "opt"):
@@ -183,7 +186,25 @@ def _fill(config: dict[str, Any], architecture: str, where: object) -> None:
         )
     if not isinstance(config["hidden_act"], str):
         raise ModelError(f"{where}: hidden_act is {config['hidden_act']!r}; it must be a text such as 'silu'.")
-    config["tie_word_embeddings"] = bool(config["tie_word_embeddings"])
+
+
+def _check_flags(config: Mapping[str, Any], where: object) -> None:
+    for key in _FLAGS:
+        if not isinstance(config.get(key), (bool, type(None))):  # the text "false" would count as true
+            raise ModelError(f"{where}: {key} is {config[key]!r}; it must be true, false or null.")
+
+
+def check_end_ids(settings: Mapping[str, Any], where: object) -> None:
+    """Raise ModelError unless "eos_token_id" is null or left out, a token id, or a list of these.
+
+    Ids beyond the vocabulary, which configs of cut-down models keep, do no harm: they can never be drawn.
+    """
+    named = settings.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelError(
+            f"{where}: eos_token_id is {named!r}; it must be a token id (0 or more), a list of such ids, or null."
+        )
 
 
 def _whole(config: Mapping[str, Any], key: str, where: object, most: int = _MOST) -> int:

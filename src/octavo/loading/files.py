@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import json
 import mmap
+import stat
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
 
+_LONGEST_SHOWN = 200  # characters of a path in a message
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything lies at the path; raises ModelError where the system cannot even look (a name too long, ...)."""
+    try:
+        return path.exists()
+    except OSError as error:
+        shown = str(path)
+        shown = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}... ({len(shown)} characters)"
+        raise ModelError(f"{shown} cannot be looked up: {error.strerror or error}.") from None
+
 
 def map_file(path: Path, what: str) -> mmap.mmap:
-    """The bytes of a file, read when they are used; `what` was expected there, for the ModelError if it is empty."""
+    """The bytes of a file, read when they are used; `what` was expected there, for the ModelError if it is empty.
+
+    Only regular files are mapped, so it raises ModelError for a pipe, which would be waited for, or a device.
+    """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelError(
+                f"{path} is no regular file (but a folder, pipe, device or the like); {what} was expected."
+            )
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:

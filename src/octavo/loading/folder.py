@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ModelError
-from octavo.loading.dialect import normalise
+from octavo.loading.dialect import check_end_ids, normalise
 from octavo.loading.files import read_json
 from octavo.loading.hf_tokenizer import read_hf_tokenizer
 from octavo.loading.safetensors import read_safetensors
@@ -40,6 +40,9 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any], TensorMap, Tokenizer
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give a Hugging Face model folder or a .gguf file.")
     config = normalise(read_json(path), path)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        check_end_ids(read_json(generation), generation)
     architecture = config["model_type"]
     makers: dict[str, Callable[[], StoredTensor]] = {}
     for theirs, tensor in _weights(folder).items():

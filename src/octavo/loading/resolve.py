@@ -5,12 +5,14 @@ Knows where models come from; knows nothing of their contents.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.errors import ModelError
 from octavo.loading.builtin import BUILT_IN, BuiltIn, built_in, cache_folder, cached_path, fetch, is_cached
+from octavo.loading.files import is_there
 
 __all__ = ["BUILT_IN", "BuiltIn", "cache_folder", "cached_path", "is_cached", "resolve"]
 
@@ -34,8 +36,11 @@ def resolve(model: str | Path) -> Path:
     (see BUILT_IN; fetched and kept at first use), an id on the Hugging Face Hub ("org/name", or
     "org/name:file.gguf"; HF_HUB_OFFLINE is respected). Raises ModelError saying what was tried and what would work.
     """
-    path, name = Path(model).expanduser(), str(model)
-    if name and path.exists():
+    if not isinstance(model, (str, Path)):
+        raise ModelError(f"A model is named by a text or a path, not {type(model).__name__}; 'smollm2' is one.")
+    name = str(model)
+    path = Path(os.path.expanduser(name))
+    if name and is_there(path):
         return _within(path)
     if (known := built_in(name)) is not None:
         return fetch(known)

@@ -65,7 +65,7 @@ class Tokenizer:
 
         `special`: BOS and EOS are added as the model asks, and the spellings of control tokens ("<|im_end|>") become
         these tokens. Without it neither: whatever the text, no control token comes out. Raises RequestError for what
-        is no text, as half of a surrogate pair.
+        is no text, as half of a surrogate pair (Python's stand-in for bytes that are not UTF-8).
         """
         _check_text(text)
         return self.encoder(text, add=special, parse=special)
@@ -81,7 +81,10 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a chat. Spellings of control tokens within the messages stay text: only the template's own
         become control tokens. Raises RequestError as `render_chat` does."""
-        messages, mark = self._marked(messages)
+        try:
+            messages, mark = self._marked(messages)
+        except RecursionError:
+            raise RequestError("The messages are nested too deeply.") from None
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **extra)
         if mark is None:
             return self.encode_chat_text(text)
@@ -167,8 +170,8 @@ def _check_text(text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"The text has half of a surrogate pair ({text[error.start]!r}) at character {error.start}, which no "
-            "tokenizer can read."
+            "The text has a character that is no valid Unicode (a lone surrogate, as comes from bytes that are not "
+            f"UTF-8): {text[error.start]!r} at character {error.start}."
         ) from None
 
 

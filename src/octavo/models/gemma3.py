@@ -40,6 +40,7 @@ def build(config: Settings, weights: Weights, ops: Ops, reach: int) -> Decoder:
     bias = config.flag("attention_bias")
     scale = config.number("query_pre_attn_scalar") ** -0.5
     cap = config.optional_number("attn_logit_softcapping")
+    weights.expect("model.layers.0.self_attn.q_proj.weight", queries, hidden)
     everywhere, nearby = rope_table(config, ops, reach), local_rope_table(config, ops, reach)
 
     def norm(here: Weights, name: str, size: int) -> RMSNorm:

@@ -33,6 +33,7 @@ def llama_like(
     config.unset()
     sizes, eps, activation = read_sizes(config), config.number("rms_norm_eps"), config.activation()
     hidden, inner, queries, keys, head_dim = sizes.hidden, sizes.inner, sizes.queries, sizes.keys, sizes.head_dim
+    weights.expect("model.layers.0.self_attn.q_proj.weight", queries, hidden)
     rope = rope_table(config, ops, reach)
 
     def layer(index: int, window: int | None) -> PreNormLayer:

@@ -17,6 +17,7 @@ def build(config: Settings, weights: Weights, ops: Ops, reach: int) -> Decoder:
     config.unset("attention_bias", "mlp_bias")
     sizes, eps, activation = read_sizes(config), config.number("rms_norm_eps"), config.activation()
     hidden, inner = sizes.hidden, sizes.inner
+    weights.expect("model.layers.0.self_attn.qkv_proj.weight", sizes.queries + 2 * sizes.keys, hidden)
     rope = rope_table(config, ops, reach)
 
     def layer(index: int, window: int | None) -> PreNormLayer:

@@ -43,19 +43,36 @@ def rope_table(config: Settings, ops: Ops, reach: int) -> Array:
     Raises ModelError for a way of scaling, or a setting of one, that is not known.
     """
     scaling = config.part("rope_scaling")
-    keys, scale = _WAYS[scaling.choice("rope_type", "default", tuple(_WAYS))]
+    kind = scaling.choice("rope_type", "default", tuple(_WAYS))
+    keys, scale = _WAYS[kind]
     scaling.known_only((*_COMMON, *keys))
     trained = config.whole("max_position_embeddings")
     original = scaling.whole(_ORIGINAL) if _ORIGINAL in scaling else trained
     span = Span(_rotated(config), config.number("rope_theta"), trained, reach, original)
-    frequencies, factor = scale(scaling, span)
+    if kind == "yarn" and span.theta <= 1:
+        raise config.refusal("rope_theta", "over 1 with rope scaling of type 'yarn'")
+    with np.errstate(all="ignore"):  # looked at below
+        frequencies, factor = scale(scaling, span)
+    if not _fit_float32(frequencies, factor):
+        raise config.refusal("rope_scaling" if kind != "default" else "rope_theta", "such that float32 holds rotations")
     return ops.rope_table(frequencies, reach, factor=factor)
 
 
 def local_rope_table(config: Settings, ops: Ops, reach: int) -> Array:
     """The rotary table of Gemma 3's sliding layers: a base frequency of their own, never scaled."""
     theta, trained = config.number("rope_local_base_freq"), config.whole("max_position_embeddings")
-    return ops.rope_table(Span(_rotated(config), theta, trained, reach, trained).frequencies, reach)
+    with np.errstate(all="ignore"):
+        frequencies = Span(_rotated(config), theta, trained, reach, trained).frequencies
+    if not _fit_float32(frequencies):
+        raise config.refusal("rope_local_base_freq", "such that float32 holds rotations")
+    return ops.rope_table(frequencies, reach)
+
+
+def _fit_float32(frequencies: Frequencies, factor: float = 1.0) -> bool:
+    """Whether angles and magnitudes stay numbers in float32; others would make every logit NaN."""
+    with np.errstate(all="ignore"):
+        most = np.maximum(frequencies.max(), abs(factor)) * 2.0**31  # more positions than any context has
+        return bool(most <= np.finfo(np.float32).max)  # also False for NaN
 
 
 def _rotated(config: Settings) -> int:
@@ -79,6 +96,8 @@ def _linear(scaling: Settings, span: Span) -> tuple[Frequencies, float]:
 def _llama3(scaling: Settings, span: Span) -> tuple[Frequencies, float]:
     """Long wavelengths divided by the factor, short ones kept, those between blended (Llama 3.1)."""
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if low == high:
+        raise scaling.refusal("high_freq_factor", "another number than low_freq_factor")
     turns = span.original * span.frequencies / (2 * math.pi)  # in the original context
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return span.frequencies * (kept + (1 - kept) / scaling.number("factor")), 1.0
@@ -92,12 +111,19 @@ def _yarn(scaling: Settings, span: Span) -> tuple[Frequencies, float]:
         """The one that turns so often over the original context."""
         return span.dim * math.log(span.original / (turns * 2 * math.pi)) / (2 * math.log(span.theta))
 
-    low, high = dimension(scaling.number("beta_fast", 32)), dimension(scaling.number("beta_slow", 1))
+    low, high = dimension(_turns(scaling, "beta_fast", 32)), dimension(_turns(scaling, "beta_slow", 1))
     if scaling.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, span.dim - 1)
     divided = np.clip((np.arange(span.dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
     return span.frequencies * (1 - divided + divided / factor), _yarn_magnitude(scaling, factor)
+
+
+def _turns(scaling: Settings, key: str, default: float) -> float:
+    turns = scaling.number(key, default)
+    if not 1e-6 <= turns <= 1e6:
+        raise scaling.refusal(key, "a number from 0.000001 to 1000000")
+    return turns
 
 
 def _yarn_magnitude(scaling: Settings, factor: float) -> float:
@@ -114,6 +140,8 @@ def _yarn_magnitude(scaling: Settings, factor: float) -> float:
 
 def _longrope(scaling: Settings, span: Span) -> tuple[Frequencies, float]:
     """A divisor for each frequency, one set for short contexts and one for long (Ding et al. 2024, 2402.13753)."""
+    if span.original < 2:
+        raise scaling.refusal(_ORIGINAL, "at least 2 with rope scaling of type 'longrope'")
     short, long = (scaling.numbers(key, span.dim // 2) for key in ("short_factor", "long_factor"))
     factor = scaling.number("factor", span.trained / span.original)
     magnitude = math.sqrt(1 + math.log(factor) / math.log(span.original)) if factor > 1 else 1.0

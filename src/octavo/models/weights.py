@@ -38,6 +38,10 @@ class Weights:
         """The tensors further in."""
         return Weights(self._checkpoint, self._ops, f"{self._prefix}{prefix}.", self._used)
 
+    def expect(self, name: str, rows: int, columns: int) -> None:
+        """Raise ModelError unless there is such a tensor: before anything of a size in the settings is computed."""
+        self._checkpoint.tensor(self._prefix + name, (rows, columns))
+
     def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
         """The named projections stacked into one: each [its rows, columns], all with a bias or none."""
         weight = self._ops.linear_weight([self._take(f"{name}.weight", n, columns) for name, n in rows.items()])
