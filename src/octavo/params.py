@@ -19,7 +19,7 @@ def _check(ok: bool, name: str, value: object, must: str) -> None:
 
 def _listed(name: str, value: Any, fits: Callable[[Any], bool], must: str) -> tuple[Any, ...]:
     """The value as a tuple of its own, each element of which fits."""
-    _check(isinstance(value, Iterable) and not isinstance(value, str), name, value, must)
+    _check(isinstance(value, Iterable) and not isinstance(value, (str, Mapping)), name, value, must)
     items = tuple(value)
     _check(all(fits(item) for item in items), name, value, must)
     return items
@@ -41,6 +41,8 @@ def _check_ends(params: SamplingParams | BeamParams) -> None:
     ids = _listed("stop_token_ids", params.stop_token_ids, lambda t: _whole(t, 0), "a list of token ids (0 or more)")
     object.__setattr__(params, "stop_token_ids", ids)
     _check(most is None or _whole(most, 1), "max_tokens", most, "a whole number of at least 1, or None")
+    for name in ("ignore_eos", "skip_special_tokens"):
+        _check(isinstance(getattr(params, name), bool), name, getattr(params, name), "True or False")
     fits = _whole(least, 0) and (most is None or least <= most)
     _check(fits, "min_tokens", least, f"a whole number from 0 to max_tokens ({most})")
 
@@ -79,6 +81,7 @@ class SamplingParams:
         stop = _listed("stop", stop, lambda s: isinstance(s, str) and s != "", "a text or a list of them, none empty")
         object.__setattr__(self, "stop", stop)
         _check_ends(self)
+        _check(isinstance(self.include_stop, bool), "include_stop", self.include_stop, "True or False")
         _check(_whole(self.n, 1), "n", self.n, "a whole number of at least 1")
         best_of_fits = self.best_of is None or _whole(self.best_of, self.n)
         _check(best_of_fits, "best_of", self.best_of, f"a whole number of at least n ({self.n})")

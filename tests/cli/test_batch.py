@@ -115,6 +115,13 @@ class TestResults:
             '{"prompt": "a", "temperature": "hot"}': "temperature is 'hot'",
             '{"prompt": "a", "temperature": NaN}': "temperature is nan",
             '{"prompt": "a", "stop": 5}': "stop is 5",
+            '{"prompt": "a", "stop": {"a": 1}}': "stop is {'a': 1}",
+            '{"prompt": "a", "stop": {}}': "stop is {}",
+            '{"prompt": "a", "ignore_eos": "no"}': "ignore_eos is 'no'; it must be true or false",
+            '{"prompt": "a", "include_stop": 1}': "include_stop is 1",
+            '{"prompt": "a", "width": 2, "skip_special_tokens": 0}': "skip_special_tokens is 0",
+            '{"prompt": "a", "custom_id": [1]}': "custom_id must be",
+            f'{{"prompt": "a", "temperature": 1{"0" * 400}}}': "temperature",
             '{"prompt": "a", "logit_bias": {"x": 1}}': "logit_bias has the key 'x'",
             '{"prompt": "a", "logit_bias": [1]}': "logit_bias is [1]",
             '{"prompt": "a", "width": 2, "temperature": 1}': "no parameter 'temperature'",
@@ -153,7 +160,7 @@ class TestResults:
         file = write(tmp_path / "in.jsonl", {"prompt": "w"})
         assert octavo("batch", str(file), "-o", str(file)).code == 2
         ran = octavo("batch", str(file), "-o", str(tmp_path / "no" / "out"))
-        assert (ran.code, "cannot be written" in ran.err) == (1, True)
+        assert (ran.code, f"{tmp_path}/no/out cannot be read or written: No such file" in ran.err) == (1, True)
         with (tmp_path / "out").open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             ran = octavo("batch", str(file), "-o", str(tmp_path / "out"))
@@ -294,6 +301,30 @@ def test_any_line_is_read_or_refused_but_never_crashes(line: bytes) -> None:
         return
     assert isinstance(question.params, (SamplingParams, BeamParams))
     assert isinstance(question.prompt, (str, list))
+
+
+def test_whatever_a_line_raises_is_its_own_error(
+    octavo: Octavo, alphabet: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def strange(line: bytes, *rest: Any) -> None:
+        if b"odd" in line:
+            raise OverflowError("too large")
+        read_question(line, *rest)
+
+    monkeypatch.setattr("octavo.cli.batch.read_question", strange)
+    file = write(tmp_path / "in.jsonl", {"prompt": "odd"}, {"prompt": "w"})
+    assert octavo("batch", str(file), "-o", str(tmp_path / "out")).code == 1
+    assert texts_of(tmp_path / "out") == [None, "xyz"]
+    assert "OverflowError: too large" in lines_of(tmp_path / "out")[0]["error"]
+
+
+def test_what_is_null_in_an_openai_body_is_as_if_absent() -> None:
+    question = Question()
+    absent = dict.fromkeys(["stop", "n", "stream", "tools", "prompt", "seed", "max_tokens", "max_completion_tokens"])
+    body: dict[str, Any] = {"messages": [{}], "logprobs": True, "top_logprobs": None, **absent}
+    read_question(json.dumps({"body": body}).encode(), {"max_tokens": 7}, question)
+    assert isinstance(question.params, SamplingParams)
+    assert (question.params.n, question.params.stop, question.params.max_tokens) == (1, (), 7)
 
 
 def test_openai_names() -> None:

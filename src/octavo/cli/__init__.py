@@ -26,16 +26,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, cpus // 2)))
     from typer import Abort
 
+    from octavo.cli import streams
     from octavo.cli.app import app
 
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a console may lack a character
+    streams.prepare()
     try:
         code = app(arguments, prog_name="octavo", standalone_mode=False)
+        sys.stdout.flush()
     except (KeyboardInterrupt, Abort):  # which of them, depends on typer's version
         code = 130
     except OctavoError as problem:
         code = _say(str(problem), 2 if isinstance(problem, (ConfigError, RequestError)) else 1)
+    except BrokenPipeError:  # whoever read has had enough
+        code = 1
+        streams.silence(sys.stdout)
+    except OSError as problem:
+        code = _say(f"{streams.culprit(problem)} cannot be read or written: {problem.strerror or problem}.", 1)
     except Exception as problem:
         # typer's own errors share no public base class across its versions, but all can be shown
         if not hasattr(problem, "format_message"):
@@ -54,5 +60,10 @@ def _usage(problem: Any) -> str:
 
 
 def _say(message: str, code: int) -> int:
-    print(f"octavo: {' '.join(message.split())}", file=sys.stderr)
+    from octavo.cli.streams import silence
+
+    try:
+        print(f"octavo: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:  # there is nowhere left to say it
+        silence(sys.stderr)
     return code

@@ -22,6 +22,7 @@ import typer
 from octavo.cli.batch_line import Question, read_question
 from octavo.cli.options import DEFAULT_MODEL, EngineOptions, Model, SamplingOptions, sampling_params, with_default
 from octavo.cli.session import open_llm
+from octavo.cli.streams import named, require_regular
 from octavo.errors import OctavoError, RequestError
 
 if TYPE_CHECKING:
@@ -77,15 +78,17 @@ def batch(
       octavo batch questions.jsonl -o answers.jsonl --temperature 0 --max-tokens 100
     """
     target = output or file.with_suffix(".results.jsonl")
+    for path in (file, target):
+        require_regular(path)
     if target.resolve() == file.resolve():
         raise RequestError(f"{target} is the input itself; name another file with -o.")
     defaults = sampling.given()
     sampling_params(defaults)  # a bad option is said now, not on every line
     salt = json.dumps([model, defaults], sort_keys=True).encode()
     with file.open("rb") as source:
-        total = sum(1 for line in source if line.strip())
+        total = sum(1 for _ in _lines(source, file))
         source.seek(0)
-        lines = (line.strip() for line in source if line.strip())
+        lines = _lines(source, file)
         with _sole_writer(target) as results:
             done, failed = _resume(results, lines, salt, target)
             if 0 < done < total:
@@ -146,6 +149,8 @@ class Run:
             request: Request | str = self._llm.engine.add_request(f"line-{number}", ids, question.params, prompt=text)
         except RequestError as problem:
             request = str(problem)
+        except Exception as problem:  # whatever is odd about it: a line must not end the others
+            request = f"The line cannot be served: {type(problem).__name__}: {problem}."
         head = {"line": number, "custom_id": question.custom_id, "input": _digest(self._salt, line)}
         self._in_hand.append((head, request))
 
@@ -169,14 +174,19 @@ class Run:
         return True
 
 
+def _lines(source: IO[bytes], file: Path) -> Iterator[bytes]:
+    """The lines that are not empty."""
+    with named(file):
+        for line in source:
+            if stripped := line.strip():
+                yield stripped
+
+
 @contextmanager
 def _sole_writer(target: Path) -> Iterator[IO[bytes]]:
-    """The output, open for reading and writing by this process alone. Raises OctavoError where it cannot be."""
-    try:
-        handle = os.fdopen(os.open(target, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-    except OSError as problem:
-        raise OctavoError(f"{target} cannot be written: {problem.strerror}.") from None
-    with handle:
+    """The output, open for reading and writing by this process alone. Raises OctavoError or OSError if it cannot be."""
+    # also around the closing, which tries once more to write what could not be written
+    with named(target), os.fdopen(os.open(target, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -14,6 +14,7 @@ _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _IGNORED = {"model", "user", "metadata"}  # of an OpenAI body: they do not change the answer here
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 _BEAM = {f.name for f in fields(BeamParams)}
+_SWITCHES = {f.name for f in (*fields(SamplingParams), *fields(BeamParams)) if f.type == "bool"}
 
 
 @dataclass(slots=True)
@@ -31,7 +32,10 @@ def read_question(line: bytes, defaults: dict[str, Any], question: Question) -> 
     Raises RequestError for a line that is not JSON, has no prompt or more than one, or a parameter that cannot be.
     """
     asked = _object(line)
-    question.custom_id = asked.pop("custom_id", None)
+    custom_id = asked.pop("custom_id", None)
+    if isinstance(custom_id, (dict, list)):  # nested deeply enough it could be read but not written
+        raise RequestError("custom_id must be a text or a number.")
+    question.custom_id = custom_id
     if "body" in asked:
         asked = _from_openai(asked["body"])
     given = [name for name in _PROMPTS if name in asked]
@@ -63,10 +67,10 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _from_openai(body: Any) -> dict[str, Any]:
-    """The body of an OpenAI request, with Octavo's names."""
+    """The body of an OpenAI request, with Octavo's names; a key that is null is as if it were not there."""
     if not isinstance(body, dict):
         raise RequestError(f"body is not a JSON object but {type(body).__name__}.")
-    asked = {name: value for name, value in body.items() if name not in _IGNORED}
+    asked = {name: value for name, value in body.items() if name not in _IGNORED and value is not None}
     if "max_completion_tokens" in asked:
         asked["max_tokens"] = asked.pop("max_completion_tokens")
     top_logprobs = asked.pop("top_logprobs", 0)
@@ -82,6 +86,11 @@ def _params(asked: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams |
     unknown = sorted(asked.keys() - known)
     if unknown:
         raise RequestError(f"There is no parameter {unknown[0]!r}; there are {', '.join(sorted(known))}.")
+    for name, value in asked.items():
+        if name in _SWITCHES and not isinstance(value, bool):
+            raise RequestError(f"{name} is {value!r}; it must be true or false.")
+        if name != "logit_bias" and isinstance(value, dict):
+            raise RequestError(f"{name} is {value!r}; it cannot be a JSON object.")
     if isinstance(bias := asked.get("logit_bias"), dict):
         asked["logit_bias"] = {_token_id(key): value for key, value in bias.items()}
     try:

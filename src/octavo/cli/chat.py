@@ -16,6 +16,7 @@ import typer
 
 from octavo.cli.options import DEFAULT_MODEL, EngineOptions, Model, SamplingOptions, sampling_params
 from octavo.cli.session import can_chat, note_full_pool, open_llm
+from octavo.cli.streams import STDIN, named
 from octavo.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -88,10 +89,9 @@ class Conversation:
 
     def _read(self) -> str | None:
         """The next line; None at the end of the input."""
-        if not self._interactive:
-            return sys.stdin.readline() or None
         try:
-            return input("\n> ")
+            with named(STDIN):
+                return input("\n> ") if self._interactive else sys.stdin.readline() or None
         except EOFError:
             print()
             return None

@@ -15,7 +15,7 @@ import typer
 
 from octavo.cli.options import DEFAULT_MODEL, EngineOptions, Model
 from octavo.cli.session import note_full_pool, open_llm
-from octavo.errors import OctavoError
+from octavo.cli.streams import named
 from octavo.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def demo(
 
 
 def _draw(file: Path, parts: list[RenderableType]) -> None:
-    """The parts as a picture of a terminal. Raises OctavoError if the file cannot be written."""
+    """The parts as a picture of a terminal. Raises OSError if the file cannot be written."""
     from rich.console import Console
 
     console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
@@ -106,7 +106,5 @@ def _draw(file: Path, parts: list[RenderableType]) -> None:
     picture = re.sub(
         r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL
     )  # fonts that would be fetched from elsewhere
-    try:
+    with named(file):
         file.write_text(picture, encoding="utf-8")
-    except OSError as problem:
-        raise OctavoError(f"{file} cannot be written: {problem.strerror}.") from None

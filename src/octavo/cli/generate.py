@@ -11,6 +11,7 @@ import typer
 
 from octavo.cli.options import DEFAULT_MODEL, EngineOptions, Model, SamplingOptions, sampling_params, with_default
 from octavo.cli.session import can_chat, note, note_full_pool, open_llm
+from octavo.cli.streams import STDIN, named
 from octavo.errors import OctavoError, RequestError
 from octavo.params import BeamParams, SamplingParams
 
@@ -141,14 +142,13 @@ def _params(sampling: SamplingOptions, **more: int | None) -> SamplingParams | B
 def _texts(prompts: list[str], file: Path | None) -> list[str]:
     texts = list(prompts)
     if file is not None:
-        try:
+        with named(file):
             texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except UnicodeDecodeError as problem:
-            raise RequestError(f"{file} is not UTF-8 text: byte {problem.start} cannot be read.") from None
         if not texts:
             raise RequestError(f"{file} has no prompts; it should hold one a line.")
     elif not texts and not sys.stdin.isatty():
-        texts = [text] if (text := sys.stdin.read().rstrip("\n")) else []
+        with named(STDIN):
+            texts = [text] if (text := sys.stdin.read().rstrip("\n")) else []
     if not texts:
         raise RequestError('There is no prompt; write one after the command, as in: octavo generate "Tell me a joke".')
     return texts

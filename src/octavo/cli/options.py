@@ -8,13 +8,14 @@ and SamplingParams; the help texts read them from there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from octavo.cli.streams import require_utf8
 from octavo.config import BLOCK_SIZES, EngineConfig
 from octavo.params import SamplingParams
 
@@ -137,6 +138,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     def flat(**values: Any) -> None:
+        for text in _texts(values):
+            require_utf8(text)
         for name, kind in groups.items():
             values[name] = kind(**{f.name: values.pop(f.name) for f in fields(kind)})
         command(**values)
@@ -145,6 +148,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     flat.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return flat
+
+
+def _texts(values: dict[str, Any]) -> Iterator[str]:
+    """Whatever text was given, but for names of files, whose bytes need be no text."""
+    for name, value in values.items():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and name != "model":
+                yield item
 
 
 def _reflowed(command: Callable[..., None]) -> str:
