@@ -240,6 +240,45 @@ def test_a_preempted_tree_of_samples_holds_no_more_blocks_when_it_is_back(mode: 
     assert_nothing_is_lost(engine)
 
 
+def test_beams_that_come_back_one_by_one_still_step_together() -> None:
+    """Recomputed beams are forked again with tails of their own; none may be extended before the last is there."""
+    for first in range(12):
+        engine = make_engine(num_blocks=200, preemption="recompute", prefix_caching=False, max_batched_tokens=5)
+        request = engine.add_request("b", [first, 1, 2], BeamParams(width=4, max_tokens=26, ignore_eos=True))
+        for _ in range(16):
+            engine.step()
+        engine.scheduler._preempt(request)
+        run(engine)
+        assert request.error is None
+        assert_right(engine, request)
+
+
+def test_keys_of_a_sequence_that_has_ended_do_not_name_the_blocks_of_another() -> None:
+    """The first sample ends, the request is recomputed from its second: its blocks must be found by its own tokens."""
+    for seed in range(200):
+        engine = make_engine(num_blocks=60, preemption="recompute")
+        prompt = [5, 1, 2]
+        request = engine.add_request("n", prompt, SamplingParams(n=2, max_tokens=24, seed=seed))
+        while request.state is not State.FINISHED and not (
+            request.ended and request.ended[0].index == 0 and len(request.live[0].tokens) > 9
+        ):
+            engine.step()
+            if len(request.live) == 2 and request.live[0].num_output_tokens == 9 and not request.preemptions:
+                engine.scheduler._preempt(request)  # the keys are hashed from the first sample's tokens
+        if request.state is State.FINISHED or not request.preemptions:
+            continue
+        engine.scheduler._preempt(request)
+        engine.kv.reset_prefix_cache()  # what it computed before is gone: it is published anew
+        run(engine)
+        assert_right(engine, request)
+        answer = next(s for s in request.ended if s.index == 1)
+        again = engine.add_request("again", answer.tokens[:-1], greedy(max_tokens=1))
+        run(engine)
+        assert again.cached_tokens == (len(answer.tokens) - 2) // 4 * 4
+        return
+    raise AssertionError("no seed ends the first sample before the second")
+
+
 def test_a_preempted_request_that_hits_the_cache_on_return_computes_only_the_rest() -> None:
     """A preempted request that hit the cache on return was prefilled as if it had not."""
     model = ToyModel()

@@ -434,7 +434,7 @@ def test_rounding_never_leads_out_of_the_vocabulary(monkeypatch: pytest.MonkeyPa
     assert (draw(rows, [SamplingParams()] * 100).token_ids == 999).all()
 
 
-@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-7, 1e7, 1e30, 1e300])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-7, 1e7, 1e30])
 def test_extreme_temperatures(temperature: float) -> None:
     logits = language_like(np.random.default_rng(9), 1)
     logits[0, :1000] = -np.inf
