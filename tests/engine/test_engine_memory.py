@@ -667,3 +667,45 @@ def test_many_that_wait_for_one_prefix_cost_a_step_no_more_than_those_that_could
         most = max(most, len(asked))
     assert most <= 2 * 8
     assert sum(r.cached_tokens == 2000 for r in requests) == 199
+
+
+def test_one_sample_whose_logits_are_not_finite_fails_its_request_and_not_the_step() -> None:
+    for seed in range(30):
+        model = ToyModel()
+        engine = make_engine(model)
+        model.nan_on_token = 9
+        bad = engine.add_request("bad", [1, 2], SamplingParams(n=4, max_tokens=12, seed=seed, ignore_eos=True))
+        good = engine.add_request("good", [4, 1], greedy(max_tokens=1))
+        run(engine)
+        assert_right(engine, good)
+        assert bad.error is None or "not finite" in bad.error
+        assert_nothing_is_lost(engine)
+        if bad.error and bad.ended[0].tokens[-1] == 9 and bad.ended[-1].tokens[-1] != 9:
+            lengths = {s.num_output_tokens for s in bad.ended}
+            assert len(lengths) == 1  # once the first had failed, none of its siblings drew a token
+            return
+    raise AssertionError("no seed lets the first sample fail and the last go on")
+
+
+def test_blocks_that_never_came_back_from_swap_are_not_found_by_anybody() -> None:
+    engine = make_engine(num_blocks=20, preemption="swap", swap_memory=1 << 16)
+    requests = [engine.add_request(str(i), [i, 5, 6, 7, i], greedy(max_tokens=30, ignore_eos=True)) for i in range(6)]
+    copy_blocks = engine.ops.copy_blocks
+
+    def no_way_back(source: Any, target: Any, pairs: Any) -> None:
+        if source is engine._host_cache:
+            raise MemoryError("no")
+        copy_blocks(source, target, pairs)
+
+    engine.ops.copy_blocks = no_way_back  # type: ignore[method-assign]
+    while not any(r.error for r in requests):
+        engine.step()
+        engine.kv.check()
+    run(engine)
+    for i, failed in enumerate(requests):
+        if failed.error:
+            tokens = failed.ended[0].tokens
+            again = engine.add_request(f"again {i}", tokens[: 4 * (len(tokens) // 4) + 1], greedy(max_tokens=3))
+            run(engine)
+            assert_right(engine, again)
+    assert_nothing_is_lost(engine)
