@@ -84,13 +84,11 @@ class Batch:
 
     def advance(self, plan: StepPlan) -> None:
         """The plan's tokens are computed; called before what was drawn is appended."""
-        for seq, count in zip(plan.sequences, plan.counts, strict=True):
-            self._computed[seq.row] += count
+        self._computed[[seq.row for seq in plan.sequences]] += plan.counts
 
     def append(self, sequences: list[Sequence]) -> None:
         """These sequences, which have rows, got a token each."""
-        for seq in sequences:
-            self._last_token[seq.row] = seq.tokens[-1]
+        self._last_token[[seq.row for seq in sequences]] = [seq.tokens[-1] for seq in sequences]
 
     def _copy_table(self, seq: Sequence) -> None:
         array = self._kv.table(seq.id).array

@@ -183,8 +183,9 @@ class Engine:
         plan = self.scheduler.schedule()
         self._batch.leave()
         touched = self._end_what_cannot_go_on(plan)
-        touched += self._move(plan.memory)
-        if plan.sequences and all(seq.request.state is State.RUNNING for seq in plan.sequences):
+        failed = self._move(plan.memory)
+        touched += failed
+        if plan.sequences and not failed:
             touched += self._try_to_compute(plan)
         touched = list(dict.fromkeys(touched))
         for request in touched:

@@ -153,7 +153,7 @@ class Scheduler:
         plan.num_decodes = len(plan.sequences)
         budget = self.token_budget - plan.num_decodes
         admits = preempted == self.recomputed + self.swapped  # who was just preempted shall not come back at once
-        if admits and prefills:
+        if admits and prefills and self._waiting and self._waiting[0][0] < prefills[0].request.order:
             budget = self._admit_waiting(plan, budget, before=prefills[0].request)
         for seq in prefills:
             budget -= self._schedule_chunk(plan, seq, budget)
