@@ -7,10 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import entry_points, requires, version
+import tarfile
+import zipfile
+from importlib.metadata import distribution, entry_points, requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import octavo
 
@@ -36,8 +40,71 @@ def python(code: str) -> str:
 def test_import_is_light() -> None:
     measured = json.loads(python(MEASURE))
     assert not {"numpy", "tokenizers", "jinja2", "gguf", "rich", "typer", *TEST_ONLY} & set(measured["modules"])
+    assert "octavo._native" not in measured["modules"]  # it comes with the first engine
     assert measured["seconds"] < 0.3
     assert measured["mib"] < 60
+
+
+def test_an_install_takes_less_than_150_mb() -> None:
+    sizes: dict[str, int] = {}
+
+    def add(name: str) -> None:
+        if canonicalize_name(name) not in sizes:
+            found = distribution(name)
+            files = [Path(str(file.locate())) for file in found.files or []]
+            sizes[canonicalize_name(name)] = sum(file.stat().st_size for file in files if file.is_file())
+            for needed in map(Requirement, found.requires or []):
+                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                    add(needed.name)
+
+    add("octavo")
+    # An editable install leaves the Python files where they are; bytecode doubles them.
+    sizes["octavo"] += 2 * sum(file.stat().st_size for file in ROOT.glob("src/octavo/**/*.py"))
+    assert {"octavo", "numpy", "tokenizers"} <= sizes.keys()
+    assert not set(TEST_ONLY) & sizes.keys()
+    assert sum(sizes.values()) < 150e6, sorted(sizes.items(), key=lambda size: -size[1])
+
+
+BUILD = """
+import sys
+from scikit_build_core import build
+build.build_sdist(sys.argv[1])
+build.build_wheel(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution and the wheel, made in build/ as `make` does: little is compiled again."""
+    pytest.importorskip("scikit_build_core", reason="make installs the build tools")
+    folder = tmp_path_factory.mktemp("dist")
+    done = subprocess.run([sys.executable, "-c", BUILD, folder], cwd=ROOT, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def files_below(*folders: str) -> set[str]:
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return {path.relative_to(ROOT).as_posix() for path in paths if path.suffix not in (".pyc", ".so")}
+
+
+def test_the_source_distribution_holds_what_a_wheel_is_made_of(built: Path) -> None:
+    with tarfile.open(next(built.glob("octavo-*.tar.gz"))) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert {"pyproject.toml", "LICENSE", "README.md", "native/CMakeLists.txt", "native/src/kernels.cpp"} <= names
+    assert files_below("src", "native") <= names
+    assert not [name for name in names if re.match(r"(build|dist|\.venv)/|\.git/|.*\.(so|gguf|safetensors)$", name)]
+
+
+def test_the_wheel_holds_the_package_and_its_module_only(built: Path) -> None:
+    (wheel,) = built.glob("octavo-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (module,) = [name for name in names if name.endswith(".so")]
+        assert [name for name in archive.namelist() if name.endswith("dist-info/licenses/LICENSE")]
+    assert re.fullmatch(r"octavo/_native\.[a-z0-9_.-]+\.so", module)
+    assert names - {module} == {name.removeprefix("src/") for name in files_below("src")}
+    assert not wheel.name.endswith("-any.whl")
 
 
 @pytest.mark.parametrize("name", sorted(octavo.__all__))
@@ -95,6 +162,8 @@ def test_a_workload_that_is_none_is_one_sentence(tmp_path: Path) -> None:
         (None, "apt-get install python3 python3-venv"),
         ("case $2 in *version_info*) exit 1;; esac; echo Python 3.9.2", "needs Python 3.10 or newer"),
         ("case $2 in *ensurepip*) exit 1;; esac", "apt-get install python-fake-venv"),
+        ("case $2 in *Python.h*) exit 1;; esac", "apt-get install python-fake-dev"),
+        ("exit 0", "apt-get install g++"),
     ],
 )
 def test_make_says_what_is_missing(tmp_path: Path, script: str | None, words: str) -> None:
@@ -103,8 +172,13 @@ def test_make_says_what_is_missing(tmp_path: Path, script: str | None, words: st
     if script is not None:
         (tmp_path / "python-fake").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "python-fake").chmod(0o755)
+    # A shell and make, and nothing else: no compiler either.
+    (tmp_path / "bin").mkdir()
+    for tool in ("sh", "make", "rm"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
     command = ["make", "demo", f"PYTHON={tmp_path / 'python-fake'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    environment = {"PATH": str(tmp_path / "bin")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert words in done.stderr
     assert not list(tmp_path.glob(".venv/installed"))

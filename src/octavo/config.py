@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from octavo.errors import ConfigError
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64)
 MAX_NUM_SEQS = 65_536
+MAX_THREADS = 1024
 PreemptionMode = Literal["auto", "recompute", "swap"]
+Backend = Literal["auto", "native", "reference"]
+KvDtype = Literal["auto", "bf16", "f16", "f32"]
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "preemption": get_args(PreemptionMode),
+    "backend": get_args(Backend),
+    "kv_dtype": get_args(KvDtype),
+}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "TIB": 2**40, "TB": 10**12, "T": 2**40}
 
@@ -37,6 +45,9 @@ def _is_whole(value: object) -> bool:
 class EngineConfig:
     """Settings of one engine. Sizes of memory are bytes or texts such as "2GiB".
 
+    `deterministic` True refuses a backend that cannot promise it; None and False take what the backend gives: the
+    native one always promises it, since it costs nothing there, the reference never.
+
     Raises ConfigError, naming the setting, for a value that cannot be.
     """
 
@@ -50,16 +61,26 @@ class EngineConfig:
     prefix_caching: bool = True  # find again the blocks of a prompt's beginning
     preemption: PreemptionMode = "auto"  # how a request gives up its blocks: by estimated cost, or always one way
     seed: int | None = None  # where requests without a seed of their own draw theirs from; None: from the system
+    backend: Backend = "auto"  # what computes: our kernels, or NumPy; auto: the kernels, if they are installed
+    threads: int | None = None  # of the kernels; None: OMP_NUM_THREADS, or the processors this process may use
+    kv_dtype: KvDtype = "auto"  # what keys and values are kept as; auto: bf16 by the kernels, f32 by the reference
+    deterministic: bool | None = None  # the same bits whatever the batch, chunking, caching, preemption and threads
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES or not _is_whole(self.block_size):
             raise ConfigError(f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
-        if self.preemption not in ("auto", "recompute", "swap"):
-            raise ConfigError(f"preemption is {self.preemption!r}; it must be auto, recompute or swap.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                options = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {options}.")
         for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_batched_tokens"):
             value = getattr(self, name)
             if value is not None and not (_is_whole(value) and 1 <= value < 2**31):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1 to {2**31 - 1}.")
+        if self.threads is not None and not (_is_whole(self.threads) and 1 <= self.threads <= MAX_THREADS):
+            raise ConfigError(f"threads is {self.threads!r}; it must be a whole number from 1 to {MAX_THREADS}.")
+        if self.deterministic is not None and not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic is {self.deterministic!r}; it must be True, False or None.")
         if self.seed is not None and not _is_whole(self.seed):
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number, or None.")
         if self.sequence_limit > MAX_NUM_SEQS:

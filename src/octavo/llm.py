@@ -29,11 +29,12 @@ def load_engine(model: str | Path, config: EngineConfig) -> Engine:
     from octavo import models
     from octavo.loading.checkpoint import load_checkpoint
     from octavo.loading.resolve import resolve
-    from octavo.ops import reference
+    from octavo.ops.backends import choose
 
+    ops = choose(config)
     checkpoint = load_checkpoint(resolve(model))
-    built = models.build(checkpoint, reference, config.max_model_len)
-    return Engine(built, reference, config, tokenizer=checkpoint.tokenizer, eos_ids=_eos_ids(checkpoint))
+    built = models.build(checkpoint, ops, config.max_model_len)
+    return Engine(built, ops, config, tokenizer=checkpoint.tokenizer, eos_ids=_eos_ids(checkpoint))
 
 
 def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:

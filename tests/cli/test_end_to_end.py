@@ -20,7 +20,7 @@ def octavo(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]
 
 @pytest.mark.usefixtures("smollm2_path")
 def test_generate_answers_a_question() -> None:
-    done = octavo("generate", "What is the capital of France?", "--temperature", "0", "--max-tokens", "16")
+    done = octavo("generate", "Complete: The capital of France is", "--temperature", "0", "--max-tokens", "16")
     assert "Paris" in done.stdout
 
 

@@ -106,7 +106,7 @@ def test_engine_options_reach_the_engine(octavo: Octavo, alphabet: dict[str, Any
         (["generate"], "There is no prompt"),
         (["generate", "w", "--temperature", "-1"], "temperature is -1.0"),
         (["generate", "w", "--temperature", "hot"], "; see octavo generate --help."),
-        (["generate", "w", "--max-tokens", "hot"], "whole number"),
+        (["generate", "w", "--max-tokens", "hot"], "'--max-tokens': "),
         (["generate", "w", "--top-p", "2"], "top_p is 2.0"),
         (["generate", "w", "--block-size", "7"], "block_size is 7"),
         (["generate", "w", "--preemption", "never"], "recompute or swap"),

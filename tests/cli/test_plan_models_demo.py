@@ -76,7 +76,7 @@ class TestPlan:
             (["--memory", "1GiB", "--avg-prompt", "5"], 2, "go together"),
             (["--memory", "1GiB", "--avg-prompt", "5", "--avg-output", "5", "--typical", "5"], 2, "the sum"),
             (["--memory", "1GiB", "--typical", "5000"], 2, "longer than the context"),
-            (["--memory", "1GiB", "--context", "0"], 2, "at least 1"),
+            (["--memory", "1GiB", "--context", "0"], 2, "'--context': "),
             (["--memory", "1GiB", "--block-size", "3"], 2, "1, 4, 8, 16, 32, 64"),
         ],
     )

@@ -15,6 +15,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.request import Request, State
 from octavo.engine.scheduler import StepPlan
 from octavo.errors import RequestError
+from octavo.ops import reference
 from octavo.params import BeamParams, SamplingParams
 from tests.engine.toy import EOS, VOCAB, ToyModel, ToyOps, greedy, naive_answers
 
@@ -41,7 +42,13 @@ def draw(logits: np.ndarray, params: SamplingParams, seed: int, index: int, posi
     table.set(0, params, seed, index, {EOS})
     zero = np.zeros(1, np.int64)
     drawn = sampler.sample(
-        logits[None], zero, table, zero, np.array([position]), lambda _: ([*history[0], *history[1]], len(history[0]))
+        reference,
+        logits[None],
+        zero,
+        table,
+        zero,
+        np.array([position]),
+        lambda _: ([*history[0], *history[1]], len(history[0])),
     )
     return int(drawn.token_ids[0])
 

@@ -1,4 +1,8 @@
-"""Real weights: greedy and beam tokens are Transformers' own, however the engine is set up and whoever else runs."""
+"""Real weights: the same greedy tokens however the engine is set up and whoever else runs, on either backend.
+
+The reference's greedy and beam tokens are Transformers' own. Those of the kernels, which round activations to 8 bits,
+are as likely to Transformers as its own but for a little.
+"""
 
 from __future__ import annotations
 
@@ -37,32 +41,45 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def expected(oracle: Any, smollm2_path: Path) -> list[list[int]]:
-    """Transformers' greedy answers, each prompt alone.
+def backend(request: pytest.FixtureRequest) -> Any:
+    """The kernels, unless a test asks for the reference, which takes thirty times as long: the engine is the same."""
+    return getattr(request, "param", "native")
 
-    Proposed by Octavo and checked token by token: Transformers reads prompt and answer at once, and at every place its
-    likeliest next token must be the answer's. By induction the answer is the one it would have given, which costs a
-    pass a prompt instead of one a token.
+
+@pytest.fixture(scope="module")
+def prompts(backend: Any) -> list[str]:
+    return PROMPTS if backend == "native" else [*PROMPTS[:6], PROMPTS[-1]]
+
+
+@pytest.fixture(scope="module")
+def expected(backend: Any, oracle: Any, smollm2_path: Path, prompts: list[str]) -> list[list[int]]:
+    """Greedy answers, each held against Transformers token by token.
+
+    Proposed by Octavo and checked: Transformers reads prompt and answer at once, and at every place the answer's next
+    token must be its likeliest. By induction the answer is the one it would have given, which costs a pass a prompt
+    instead of one a token. A token of the kernels may be less likely by e^-1, where two are nearly as likely.
     """
     import torch
 
-    llm = LLM(smollm2_path, kv_memory="256MiB", prefix_caching=False)
-    outputs = llm.generate(PROMPTS, GREEDY)
+    llm = LLM(smollm2_path, kv_memory="256MiB", prefix_caching=False, backend=backend)
+    outputs = llm.generate(prompts, GREEDY)
     for output in outputs:
         ids = output.prompt_token_ids + output.completions[0].token_ids
-        with torch.inference_mode():
-            likeliest = oracle(torch.tensor([ids])).logits[0].argmax(dim=-1).tolist()
         start = len(output.prompt_token_ids)
-        assert likeliest[start - 1 : -1] == ids[start:], output.prompt
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([ids])).logits[0, start - 1 : -1]
+        lacking = logits.max(dim=-1).values - logits[range(LENGTH), ids[start:]]
+        assert lacking.max() <= (0.0 if backend == "reference" else 1.0), output.prompt
+        assert (lacking > 0).float().mean() < 0.1
     answers = tokens(outputs)
     assert {len(answer) for answer in answers} == {LENGTH}
     return answers
 
 
 @pytest.fixture
-def make_llm(smollm2_path: Path) -> Any:
+def make_llm(backend: Any, smollm2_path: Path) -> Any:
     def make(**settings: Any) -> LLM:
-        return LLM(smollm2_path, **{"kv_memory": "512MiB", **settings})
+        return LLM(smollm2_path, **{"kv_memory": "512MiB", "backend": backend, **settings})
 
     return make
 
@@ -78,24 +95,37 @@ def assert_nothing_is_lost(llm: LLM) -> None:
     assert usage.free + usage.cached == usage.num_blocks
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
+def test_chunks_and_small_blocks_change_no_token(make_llm: Any, prompts: list[str], expected: list[list[int]]) -> None:
+    llm = make_llm(block_size=4, max_batched_tokens=64)
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
+    assert_nothing_is_lost(llm)
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
-def test_block_size_changes_no_token(make_llm: Any, expected: list[list[int]], block_size: int) -> None:
+def test_block_size_changes_no_token(
+    make_llm: Any, prompts: list[str], expected: list[list[int]], block_size: int
+) -> None:
     llm = make_llm(block_size=block_size)
-    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
     assert_nothing_is_lost(llm)
 
 
 @pytest.mark.parametrize("budget", [7, 64])  # unlimited, for these prompts, is the default of the other tests
-def test_chunked_prefill_changes_no_token(make_llm: Any, expected: list[list[int]], budget: int) -> None:
+def test_chunked_prefill_changes_no_token(
+    make_llm: Any, prompts: list[str], expected: list[list[int]], budget: int
+) -> None:
     llm = make_llm(max_batched_tokens=budget)
-    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
 
 
-def test_prefix_cache_cold_warm_full_hit_and_off_change_no_token(make_llm: Any, expected: list[list[int]]) -> None:
+def test_prefix_cache_cold_warm_full_hit_and_off_change_no_token(
+    make_llm: Any, prompts: list[str], expected: list[list[int]]
+) -> None:
     llm = make_llm(block_size=4)
-    cold = llm.generate(PROMPTS, GREEDY)
+    cold = llm.generate(prompts, GREEDY)
     assert sum(o.cached_tokens for o in cold) == 0
-    warm = llm.generate(PROMPTS, GREEDY)
+    warm = llm.generate(prompts, GREEDY)
     for output in warm:  # everything but the last, partly filled block, or the query token's
         assert output.cached_tokens == (len(output.prompt_token_ids) - 1) // 4 * 4
     assert tokens(cold) == tokens(warm) == expected
@@ -103,52 +133,56 @@ def test_prefix_cache_cold_warm_full_hit_and_off_change_no_token(make_llm: Any, 
     assert full.computed_tokens == 4
     off = make_llm(prefix_caching=False)
     for _ in range(2):
-        outputs = off.generate(PROMPTS[:4], GREEDY)
+        outputs = off.generate(prompts[:4], GREEDY)
         assert tokens(outputs) == expected[:4]
         assert all(o.cached_tokens == 0 for o in outputs)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_forced_preemption_changes_no_token(make_llm: Any, expected: list[list[int]], mode: str) -> None:
-    llm = make_llm(num_blocks=64, preemption=mode, prefix_caching=mode == "swap")
-    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+def test_forced_preemption_changes_no_token(
+    make_llm: Any, prompts: list[str], expected: list[list[int]], mode: str
+) -> None:
+    llm = make_llm(num_blocks=3 * len(prompts) + 4, preemption=mode, prefix_caching=mode == "swap")
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
     report = llm.memory_report()
     assert (report.preemptions_recompute if mode == "recompute" else report.preemptions_swap) > 0
     assert_nothing_is_lost(llm)
 
 
-def test_a_batch_of_one_gives_the_tokens_of_a_batch_of_thirty_two(make_llm: Any, expected: list[list[int]]) -> None:
+def test_a_batch_of_one_gives_the_tokens_of_a_batch_of_thirty_two(
+    make_llm: Any, prompts: list[str], expected: list[list[int]]
+) -> None:
     llm = make_llm(prefix_caching=False)
-    many = [PROMPTS[i % len(PROMPTS)] for i in range(32)]
-    assert tokens(llm.generate(many, GREEDY)) == [expected[i % len(PROMPTS)] for i in range(32)]
-    for prompt, answer in zip(PROMPTS, expected, strict=True):
+    many = [prompts[i % len(prompts)] for i in range(32)]
+    assert tokens(llm.generate(many, GREEDY)) == [expected[i % len(prompts)] for i in range(32)]
+    for prompt, answer in zip(prompts, expected, strict=True):
         assert tokens(llm.generate(prompt, GREEDY)) == [answer]
 
 
 def test_four_greedy_samples_are_one_answer_four_times_on_shared_blocks(
-    make_llm: Any, expected: list[list[int]]
+    make_llm: Any, prompts: list[str], expected: list[list[int]]
 ) -> None:
     llm = make_llm()
     params = SamplingParams(n=4, temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-    for output, answer in zip(llm.generate(PROMPTS, params), expected, strict=True):
+    for output, answer in zip(llm.generate(prompts, params), expected, strict=True):
         assert [c.token_ids for c in output.completions] == [answer] * 4
     assert llm.memory_report().copies > 0
     assert_nothing_is_lost(llm)
 
 
-def test_aborted_neighbours_change_no_token(make_llm: Any, expected: list[list[int]]) -> None:
+def test_aborted_neighbours_change_no_token(make_llm: Any, prompts: list[str], expected: list[list[int]]) -> None:
     llm = make_llm(max_batched_tokens=64)
     engine, tokenizer = llm.engine, llm.tokenizer
-    requests = [engine.add_request(str(i), tokenizer.encode(p), GREEDY) for i, p in enumerate(PROMPTS)]
+    requests = [engine.add_request(str(i), tokenizer.encode(p), GREEDY) for i, p in enumerate(prompts)]
     for step in range(10_000):
         if not engine.has_work:
             break
-        if step in (1, 3, 9):
+        if step in (1, 3, 5):
             engine.abort(str(step))
         engine.step()
     for i, request in enumerate(requests):
         got = request.output().completions[0]
-        if i in (1, 3, 9):
+        if i in (1, 3, 5):
             assert got.finish_reason == "abort"
             assert got.token_ids == expected[i][: len(got.token_ids)]
         else:
@@ -161,6 +195,7 @@ def beam_prompts() -> list[str]:
     return [PROMPTS[0], PROMPTS[5], PROMPTS[17]]
 
 
+@pytest.mark.parametrize("backend", ["reference"], indirect=True)
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("length_penalty", [0.5, 1.0, 2.0])
 def test_beams_are_those_of_transformers_and_their_blocks_those_of_the_tree(

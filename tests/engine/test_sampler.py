@@ -1,4 +1,7 @@
-"""Sampling against exact probabilities, a naive sampler and Transformers' warpers; and that rows are alone."""
+"""Sampling against exact probabilities, a naive sampler and Transformers' warpers; and that rows are alone.
+
+All of it twice: drawn by the NumPy reference, and by the native kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,35 @@ from numpy.typing import NDArray
 from transformers.generation import logits_process as hf
 
 from octavo.engine import sampler
-from octavo.engine.sampler import SamplingTable, chosen_logprobs, log_softmax, logprobs, sample
+from octavo.engine.sampler import SamplingTable
+from octavo.ops import reference, reference_sampling
+from octavo.ops.interface import Ops
+from octavo.ops.native import NativeOps
+from octavo.outputs import TokenLogprobs
 from octavo.params import SamplingParams
 
 VOCAB = 49152  # SmolLM2's; some paths are taken by large vocabularies only
 Float32 = NDArray[np.float32]
 History = tuple[Sequence[int], Sequence[int]]
+
+
+class Drawing:
+    """The operations that all tests of this file draw by."""
+
+    ops: Ops
+
+
+@pytest.fixture(scope="module", autouse=True, params=["reference", "native"])
+def drawing_ops(request: pytest.FixtureRequest) -> None:
+    Drawing.ops = reference if request.param == "reference" else NativeOps(threads=2)
+
+
+def sample(logits: Float32, *arguments: Any) -> sampler.Drawn:
+    return sampler.sample(Drawing.ops, logits, *arguments)
+
+
+def logprobs(logits: Float32, tokens: NDArray[np.int64], top: int) -> list[TokenLogprobs]:
+    return sampler.logprobs(Drawing.ops, logits, np.arange(len(tokens)), tokens, top)
 
 
 def language_like(rng: np.random.Generator, rows: int, vocab: int = VOCAB) -> Float32:
@@ -207,7 +233,7 @@ def test_equals_a_naive_sampler_on_a_large_vocabulary(shape: str) -> None:
         "peaked": language_like(rng, 1) * np.float32(6),
         "tied": rng.integers(-4, 9, (1, VOCAB)).astype(np.float32),
         # The tokens a nucleus is guessed from have a higher logit than all others: the guess is far too high.
-        "misleading": np.where(np.arange(VOCAB) % sampler._STRIDE == 0, 5.0, 4.9).astype(np.float32)[None],
+        "misleading": np.where(np.arange(VOCAB) % reference_sampling._STRIDE == 0, 5.0, 4.9).astype(np.float32)[None],
     }
     logits = rows[shape]
     drawn = draw(logits, FILTERS, sources=[0] * len(FILTERS), seeds=[77] * len(FILTERS))
@@ -253,14 +279,14 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
     numbers = np.arange(40_000, dtype=np.uint64)
     fixed = np.full(40_000, 7, np.uint64)
     for seed, index, position in ((numbers, fixed, fixed), (fixed, numbers, fixed), (fixed, fixed, numbers)):
-        u = sampler.uniforms(seed, index, position.astype(np.int64))
+        u = sampler.uniforms(sampler.streams(seed, index), position.astype(np.int64))
         assert (u >= 0).all()
         assert (u < 1).all()
         counts = np.histogram(u, 50, (0, 1))[0]
         assert ((counts - 800) ** 2 / 800).sum() < 49 + 5 * math.sqrt(98)
         assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.025
     few = np.array([0, 1, 2**63, 12345], np.uint64)
-    assert sampler.uniforms(few, few, few[::-1].astype(np.int64)).tolist() == [
+    assert sampler.uniforms(sampler.streams(few, few), few[::-1].astype(np.int64)).tolist() == [
         uniform(int(a), int(a), int(b)) for a, b in zip(few, few[::-1], strict=True)
     ]
 
@@ -329,14 +355,15 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
     for row, params in enumerate(MIXED):
         table.set(63 - row, params, row, 0, [2])  # other rows, and the batch in another order
     order = np.random.default_rng(1).permutation(len(MIXED))
-    history = {63 - row: flat(each) for row, each in histories.items()}.__getitem__
+    of_row = {row: flat(each) for row, each in histories.items()}
     for position in range(3):
         at = np.full(len(MIXED), position)
-        alone = [
-            sample(logits[row][None], np.zeros(1, np.int64), table, np.array([63 - row]), at[:1], history).token_ids[0]
-            for row in range(len(MIXED))
-        ]
-        shuffled = sample(logits, order, table, 63 - order, at, history).token_ids
+        alone = []
+        for row in range(len(MIXED)):
+            one = np.array([63 - row])
+            drawn = sample(logits[row][None], np.zeros(1, np.int64), table, one, at[:1], lambda _, row=row: of_row[row])
+            alone.append(drawn.token_ids[0])
+        shuffled = sample(logits, order, table, 63 - order, at, lambda i: of_row[int(order[i])]).token_ids
         assert together[position].tolist() == alone
         assert together[position][order].tolist() == shuffled.tolist()
 
@@ -346,6 +373,7 @@ def test_tokens_do_not_depend_on_how_rows_are_put_together(tile: int, monkeypatc
     logits, histories = mixed_batch()
     expected = draw(logits, MIXED, histories=histories).token_ids
     monkeypatch.setattr(sampler, "_TILE", tile)
+    monkeypatch.setattr(reference_sampling, "_TILE", tile)
     assert draw(logits, MIXED, histories=histories).token_ids.tolist() == expected.tolist()
 
 
@@ -421,7 +449,7 @@ def test_an_impossible_token_is_never_drawn(u: float, vocab: int, monkeypatch: p
     row = np.random.default_rng(8).normal(0, 1, (1, vocab)).astype(np.float32)
     row[0, : vocab // 3] = -np.inf
     row[0, -vocab // 3 :] = -np.inf
-    monkeypatch.setattr(sampler, "uniforms", lambda seed, *_: np.full(len(seed), u))
+    monkeypatch.setattr(sampler, "uniforms", lambda stream, _: np.full(len(stream), u))
     ids = draw(row, FILTERS, sources=[0] * len(FILTERS)).token_ids
     assert (row[0, ids] > -np.inf).all()
     assert ids[0] == (vocab // 3 if u == 0 else vocab - vocab // 3 - 1 - (vocab % 3 > 0))
@@ -430,7 +458,7 @@ def test_an_impossible_token_is_never_drawn(u: float, vocab: int, monkeypatch: p
 def test_rounding_never_leads_out_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vocabulary's last tokens are no whole chunk; their sums in float32 and in float64 differ."""
     rows = np.random.default_rng(8).normal(0, 1, (100, 1000)).astype(np.float32)
-    monkeypatch.setattr(sampler, "uniforms", lambda seed, *_: np.full(len(seed), 1 - 2.0**-53))
+    monkeypatch.setattr(sampler, "uniforms", lambda stream, _: np.full(len(stream), 1 - 2.0**-53))
     assert (draw(rows, [SamplingParams()] * 100).token_ids == 999).all()
 
 
@@ -506,8 +534,7 @@ def test_logprobs_equal_a_float64_log_softmax() -> None:
     tokens = np.random.default_rng(7).integers(0, VOCAB, 30)
     tokens[4], tokens[5] = 3, int(logits[5].argmax())
     chosen = exact[np.arange(30), tokens]
-    assert chosen_logprobs(logits, tokens) == pytest.approx(chosen, abs=1e-6)
-    assert np.allclose(log_softmax(logits), exact, rtol=0, atol=1e-5)
+    assert np.allclose(sampler.log_softmax(Drawing.ops, logits), exact, rtol=0, atol=1e-5)
     for row, entry in enumerate(logprobs(logits, tokens, 5)):
         assert entry.token_id == tokens[row]
         assert entry.logprob == pytest.approx(chosen[row], abs=1e-6)

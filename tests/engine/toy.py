@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo.engine.beam import BeamSearch
 from octavo.engine.request import Request
+from octavo.ops import reference
 from octavo.params import BeamParams, SamplingParams
 
 VOCAB = 24
@@ -49,6 +50,9 @@ class ToyOps:
 
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
         return x
+
+    draw = staticmethod(reference.draw)
+    logprobs = staticmethod(reference.logprobs)
 
 
 class ToyModel:

@@ -7,6 +7,7 @@ blocks point anywhere: a model that looks where it should not answers NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,27 +49,36 @@ def scattered_tables(lengths: Sequence[int], block_size: int, seed: int) -> tupl
     return tables, blocks
 
 
-def nan_cache(model: Model, blocks: int, block_size: int) -> np.ndarray:
+def nan_cache(model: Model, blocks: int, block_size: int, ops: Any = reference) -> Any:
     """A cache full of NaN."""
     layout = CacheLayout(model.num_layers, model.num_kv_heads, block_size, model.head_dim)
-    cache: np.ndarray = reference.new_cache(blocks, layout)
-    cache[:] = np.nan
+    cache = ops.new_cache(blocks, layout)
+    if ops is reference:
+        cache[:] = np.nan
+    else:
+        cache.blocks[:] = 0xFF  # in every type a NaN
     return cache
 
 
 def paged_logits(
-    model: Model, sequences: Sequence[Sequence[int]], *, chunk: int | None = None, block_size: int = 16, seed: int = 0
+    model: Model,
+    sequences: Sequence[Sequence[int]],
+    *,
+    chunk: int | None = None,
+    block_size: int = 16,
+    seed: int = 0,
+    ops: Any = reference,
 ) -> list[np.ndarray]:
     """Logits at every place of each sequence, [length, V], computed `chunk` tokens of each a step (None: at once)."""
     tables, blocks = scattered_tables([len(tokens) for tokens in sequences], block_size, seed)
-    cache = nan_cache(model, blocks, block_size)
+    cache = nan_cache(model, blocks, block_size, ops)
     done = 0
     parts: list[list[np.ndarray]] = [[] for _ in sequences]
     size = chunk or max(map(len, sequences))
     while done < max(map(len, sequences)):
         running = [s for s, tokens in enumerate(sequences) if len(tokens) > done]
         step = step_of([(sequences[s][done : done + size], done) for s in running], tables[running], block_size)
-        logits = reference.to_numpy(model.logits(model.forward(step, cache)))
+        logits = ops.to_numpy(model.logits(model.forward(step, cache)))
         for place, s in enumerate(running):
             parts[s].append(logits[step.query_starts[place] : step.query_starts[place + 1]])
         done += size

@@ -83,6 +83,23 @@ class EngineOptions:
         _engine("preemption", "How a request gives up its blocks: recompute, swap, or auto (the cheaper)."),
     ] = None
 
+    backend: Annotated[
+        str | None,
+        _engine("backend", "What computes: native (our kernels), reference (NumPy), or auto: native if installed."),
+    ] = None
+    threads: Annotated[
+        int | None,
+        _engine("threads", "Threads of the kernels.", "OMP_NUM_THREADS, or the processors this process may use"),
+    ] = None
+    kv_dtype: Annotated[
+        str | None,
+        _engine("kv_dtype", "Keys and values are kept as bf16, f16, f32 or auto: bf16, by the reference f32."),
+    ] = None
+    deterministic: Annotated[
+        bool | None,
+        _engine("deterministic", "Demand the same bits in every batch; native kernels always give them.", "off"),
+    ] = None
+
     def given(self) -> dict[str, Any]:
         """The settings that were given, by their names in EngineConfig."""
         return _given(self)

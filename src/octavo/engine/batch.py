@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from octavo.engine.request import Sequence
 from octavo.engine.scheduler import StepPlan
@@ -28,6 +28,8 @@ class Batch:
         self._tables: Int32 = np.zeros((max_rows, longest), np.int32)
         self._last_token: Int32 = np.zeros(max_rows, np.int32)
         self._computed: Int32 = np.zeros(max_rows, np.int32)
+        self._rows: NDArray[np.int64] = np.zeros(0, np.int64)  # of the step prepared last, and the tokens of each
+        self._counts: Int32 = np.zeros(0, np.int32)
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._members: dict[int, tuple[Sequence, SequenceState]] = {}  # by the KV manager's id
 
@@ -56,8 +58,8 @@ class Batch:
             if seq_id in self._members:
                 self._copy_table(self._members[seq_id][0])
         sequences, num_decodes = plan.sequences, plan.num_decodes
-        rows = np.fromiter((seq.row for seq in sequences), np.int32, len(sequences))
-        counts = np.fromiter(plan.counts, np.int32, len(sequences))
+        self._rows = rows = np.array([seq.row for seq in sequences], np.int64)
+        self._counts = counts = np.array(plan.counts, np.int32)
         starts = np.zeros(len(sequences) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         computed = self._computed[rows]
@@ -82,13 +84,17 @@ class Batch:
             logit_rows=self._logit_rows(plan, starts),
         )
 
-    def advance(self, plan: StepPlan) -> None:
-        """The plan's tokens are computed; called before what was drawn is appended."""
-        self._computed[[seq.row for seq in plan.sequences]] += plan.counts
+    def advance(self) -> None:
+        """The tokens of the step prepared last are computed."""
+        self._computed[self._rows] += self._counts
 
-    def append(self, sequences: list[Sequence]) -> None:
-        """These sequences, which have rows, got a token each."""
-        self._last_token[[seq.row for seq in sequences]] = [seq.tokens[-1] for seq in sequences]
+    def computed(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens of the sequences in these rows are computed: [R]."""
+        return self._computed[rows].astype(np.int64)
+
+    def append(self, rows: NDArray[np.int64], token_ids: ArrayLike) -> None:
+        """The sequences in these rows got a token each."""
+        self._last_token[rows] = token_ids
 
     def _copy_table(self, seq: Sequence) -> None:
         array = self._kv.table(seq.id).array

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.engine.sampler import largest
 from octavo.errors import RequestError
+from octavo.ops.reference_sampling import largest
 from octavo.outputs import FinishReason
 from octavo.params import BeamParams
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from octavo.engine.report import Meter
 from octavo.engine.request import Request, Sequence, State
 from octavo.engine.sampler import SamplingTable
 from octavo.engine.scheduler import Scheduler
+from octavo.ops.interface import Ops
 from octavo.outputs import FinishReason
 from octavo.params import SamplingParams
 
@@ -22,6 +24,14 @@ Logits = NDArray[np.float32]
 NOT_FINITE = (
     "No token can be drawn: the model's logits are not finite numbers, or logit_bias and min_tokens forbid every token."
 )
+
+
+class _End(NamedTuple):
+    """At which tokens it must be looked whether a sequence ends."""
+
+    last_ids: frozenset[int]
+    length: int  # tokens, the prompt's included, with which it ends whatever they are
+    by_text: bool  # every token may complete a stop string
 
 
 class Drawer:
@@ -32,14 +42,16 @@ class Drawer:
         scheduler: Scheduler,
         batch: Batch,
         meter: Meter,
+        ops: Ops,
         *,
         limits: Limits,
         eos_ids: frozenset[int],
         new_sequence: Callable[[Request, int], Sequence],
     ) -> None:
-        self._scheduler, self._batch, self._meter = scheduler, batch, meter
+        self._scheduler, self._batch, self._meter, self._ops = scheduler, batch, meter, ops
         self._limits, self._eos_ids, self._new_sequence = limits, eos_ids, new_sequence
         self._table = SamplingTable(limits.max_num_seqs)
+        self._ends = [_End(frozenset(), 0, False)] * limits.max_num_seqs  # by batch row
 
     def join(self, sequences: list[Sequence]) -> None:
         """Give the sequences that have none a row in the batch, and note there how they are sampled."""
@@ -47,6 +59,7 @@ class Drawer:
             request = seq.request
             if isinstance(request.params, SamplingParams):
                 self._table.set(seq.row, request.params, request.seed, seq.index, self._eos_ids)
+                self._ends[seq.row] = self._end_of(seq, request.params)
 
     def draw(self, sequences: list[Sequence], logits: Logits) -> None:
         """Draw the next token of each sequence from its row of logits [R, V]; a prompt's end forks its samples."""
@@ -85,28 +98,59 @@ class Drawer:
 
     def _sample(self, drawing: list[Sequence], logits: Logits, sources: NDArray[np.int64]) -> None:
         self.join(drawing)
-        rows = np.fromiter((seq.row for seq in drawing), np.int64, len(drawing))
-        positions = np.fromiter((len(seq.tokens) for seq in drawing), np.int64, len(drawing))
-        by_row = {seq.row: seq for seq in drawing}
-        drawn = sampler.sample(logits, sources, self._table, rows, positions, lambda row: _history(by_row[row]))
-        _note_logprobs(drawing, logits, sources, drawn)
-        for seq, token, ok in zip(drawing, drawn.token_ids.tolist(), drawn.ok.tolist(), strict=True):
-            if seq.request.state is State.FINISHED:
-                continue  # a sibling has failed
-            if not ok:
-                self._scheduler.fail(seq.request, NOT_FINITE)
-                continue
-            self._accept(seq, token)
-        self._batch.append(drawing)
+        rows = np.array([seq.row for seq in drawing], np.int64)
+        positions = self._batch.computed(rows)  # all tokens are
+        drawn = sampler.sample(self._ops, logits, sources, self._table, rows, positions, lambda i: _history(drawing[i]))
+        reports = np.flatnonzero(self._table.reports[rows] & drawn.ok)
+        if len(reports):
+            self._note_logprobs([drawing[i] for i in reports], logits, sources[reports], drawn.token_ids[reports])
+        self._accept(drawing, drawn.token_ids.tolist())
+        self._batch.append(rows, drawn.token_ids)
 
-    def _accept(self, seq: Sequence, token: int) -> None:
-        """Append a drawn token, and end the sequence if it is the last."""
-        seq.tokens.append(token)
-        self._count(seq.request, 1)
-        ending = self._ending(seq, token)
-        if ending is not None:
-            seq.finish_reason, seq.stop_reason = ending
-            self._scheduler.end(seq)
+    def _note_logprobs(
+        self, drawing: list[Sequence], logits: Logits, sources: NDArray[np.int64], token_ids: NDArray[np.int64]
+    ) -> None:
+        """Log-probabilities of what was drawn, for sequences that report or rank by them."""
+        by_top: dict[int, list[int]] = {}  # so many likeliest tokens are asked for -> places in `drawing`
+        for i, seq in enumerate(drawing):
+            params = seq.request.params
+            assert isinstance(params, SamplingParams)
+            by_top.setdefault(params.logprobs or 0, []).append(i)
+        for top, places in by_top.items():
+            entries = sampler.logprobs(self._ops, logits, sources[places], token_ids[places], top)
+            for i, entry in zip(places, entries, strict=True):
+                drawing[i].cumulative_logprob += entry.logprob
+                drawing[i].logprobs.append(entry)
+
+    def _accept(self, drawing: list[Sequence], token_ids: list[int]) -> None:
+        """Append the drawn tokens, and end the sequences whose last they are. Short: it goes 256 times round a step."""
+        finished, ends, accepted = State.FINISHED, self._ends, 0
+        for seq, token in zip(drawing, token_ids, strict=True):
+            request, tokens = seq.request, seq.tokens
+            if request.state is finished:
+                continue  # a sibling has failed
+            if token < 0:
+                self._scheduler.fail(request, NOT_FINITE)
+                continue
+            tokens.append(token)
+            accepted += 1
+            if request.timings.first_token is None:
+                self._start(request)
+            last_ids, length, by_text = ends[seq.row]
+            if token in last_ids or len(tokens) >= length or by_text:
+                ending = self._ending(seq, token)
+                if ending is not None:
+                    seq.finish_reason, seq.stop_reason = ending
+                    self._scheduler.end(seq)
+        self._meter.output_tokens += accepted
+
+    def _end_of(self, seq: Sequence, params: SamplingParams) -> _End:
+        room = self._limits.most_tokens(len(seq.request.prompt_token_ids), params.max_tokens)
+        return _End(
+            last_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
+            length=len(seq.request.prompt_token_ids) + room,
+            by_text=bool(params.stop) and seq.detokenizer is not None,
+        )
 
     def _ending(self, seq: Sequence, token: int) -> tuple[FinishReason, str | int | None] | None:
         """(finish reason, stop reason) if the token just appended was the last."""
@@ -121,15 +165,14 @@ class Drawer:
                 seq.catch_up_text()
                 if seq.detokenizer.stop_hit is not None:
                     return "stop", seq.detokenizer.stop_hit
-        if count == params.max_tokens or len(seq.tokens) >= self._limits.max_model_len:
+        if len(seq.tokens) >= self._ends[seq.row].length:
             return "length", None
         return None
 
-    def _count(self, request: Request, tokens: int) -> None:
-        self._meter.output_tokens += tokens
-        if request.timings.first_token is None:
-            request.timings.first_token = time.perf_counter()
-            self._meter.prompt_tokens += len(request.prompt_token_ids) - request.cached_tokens
+    def _start(self, request: Request) -> None:
+        """Its prompt is computed and answered with a token."""
+        request.timings.first_token = time.perf_counter()
+        self._meter.prompt_tokens += len(request.prompt_token_ids) - request.cached_tokens
 
     # --- beams ------------------------------------------------------------------------------------------------------
 
@@ -140,8 +183,10 @@ class Drawer:
         if not np.isfinite(logits.max(axis=1)).all():  # a NaN is its row's maximum
             self._scheduler.fail(request, NOT_FINITE)
             return
-        step = search.step(sampler.log_softmax(logits))
-        self._count(request, len(step.tokens))
+        step = search.step(sampler.log_softmax(self._ops, logits))
+        self._meter.output_tokens += len(step.tokens)
+        if not request.started:
+            self._start(request)
         if search.done:
             self.end_beams(request)
             return
@@ -157,24 +202,10 @@ class Drawer:
             seq.index = index
             seq.tokens.append(token)
         request.live[:] = following
-        self._batch.append([seq for seq in following if seq.row >= 0])
+        joined = [seq for seq in following if seq.row >= 0]
+        self._batch.append(np.array([seq.row for seq in joined], np.int64), [seq.tokens[-1] for seq in joined])
 
 
 def _history(seq: Sequence) -> tuple[list[int], int]:
     """The tokens so far and how many are the prompt, for penalties."""
     return seq.tokens, len(seq.request.prompt_token_ids)
-
-
-def _note_logprobs(drawing: list[Sequence], logits: Logits, sources: NDArray[np.int64], drawn: sampler.Drawn) -> None:
-    """Log-probabilities of what was drawn, for the requests that report or rank by them."""
-    by_top: dict[int, list[int]] = {}  # so many likeliest tokens are asked for -> places in `drawing`
-    for i, seq in enumerate(drawing):
-        params = seq.request.params
-        assert isinstance(params, SamplingParams)
-        if drawn.ok[i] and (params.logprobs is not None or params.best_of is not None):
-            by_top.setdefault(params.logprobs or 0, []).append(i)
-    for top, places in by_top.items():
-        entries = sampler.logprobs(logits[sources[places]], drawn.token_ids[places], top)
-        for i, entry in zip(places, entries, strict=True):
-            drawing[i].cumulative_logprob += entry.logprob
-            drawing[i].logprobs.append(entry)

@@ -88,6 +88,7 @@ class Engine:
             self.scheduler,
             self._batch,
             self._meter,
+            self.ops,
             limits=self.limits,
             eos_ids=self.eos_ids,
             new_sequence=self._new_sequence,
@@ -191,7 +192,7 @@ class Engine:
         for request in touched:
             if request.state is State.FINISHED:
                 self._requests.pop(request.id, None)
-        self._meter.observe(self.kv)
+        self._meter.observe_growth(self.kv)
         self._meter.busy_seconds += time.perf_counter() - begin
         return touched
 
@@ -258,10 +259,13 @@ class Engine:
         self._measure(plan, time.perf_counter() - begin)
         self._commit(plan)
         self._meter.observe(self.kv)
-        self._drawer.draw([seq for seq in plan.sequences if seq.computed == len(seq.tokens)], logits)
+        drawing = plan.sequences
+        if plan.num_decodes < len(drawing):
+            drawing = [seq for seq in drawing if seq.computed == len(seq.tokens)]
+        self._drawer.draw(drawing, logits)
 
     def _commit(self, plan: StepPlan) -> None:
-        self._batch.advance(plan)
+        self._batch.advance()
         commit = self.kv.commit
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
             commit(seq.id, count, seq.tokens)
@@ -304,7 +308,9 @@ class Engine:
             piece = targets[begin : begin + PROMPT_LOGIT_ROWS]
             rows = np.arange(row + begin, row + begin + len(piece), dtype=np.int32)
             logits = self.ops.to_numpy(self.model.logits(self.ops.take_rows(hidden, rows)))
-            request.prompt_logprobs += sampler.logprobs(logits, np.array(piece), params.prompt_logprobs)
+            places = np.arange(len(piece))
+            top = params.prompt_logprobs
+            request.prompt_logprobs += sampler.logprobs(self.ops, logits, places, np.array(piece), top)
 
     def _new_cache(self, num_blocks: int, layout: CacheLayout, setting: str) -> Array:
         try:

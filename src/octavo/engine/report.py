@@ -65,10 +65,16 @@ class Meter:
         self._peak_utilisation = 0.0
 
     def observe(self, kv: KVManager) -> None:
-        """Note the state of memory: once a step's tokens are stored, and again when its samples are forked."""
+        """Note the state of memory, once a step's tokens are stored."""
+        self.observe_growth(kv)
+        if kv.pool.num_active + kv.pool.num_shared == self._peak_used > 0:
+            self._peak_utilisation = kv.usage().utilisation
+
+    def observe_growth(self, kv: KVManager) -> None:
+        """Note the state of memory where no more tokens are stored than before: when samples are forked."""
         pool = kv.pool
         self._peak_shared = max(self._peak_shared, pool.num_shared)
-        if pool.num_active + pool.num_shared >= max(1, self._peak_used):
+        if pool.num_active + pool.num_shared > self._peak_used:
             self._peak_used = pool.num_active + pool.num_shared
             self._peak_utilisation = kv.usage().utilisation
 

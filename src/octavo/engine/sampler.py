@@ -1,22 +1,19 @@
-"""Logits in, tokens out: bias, penalties, filters and the draw, many rows at a time. Knows rows, not requests or text.
+"""Whose tokens are drawn by what law: parameters, bias, penalties, seeds. Knows rows of a batch, not requests or text.
 
-Temperature leaves the order of tokens as it is, so each filter (min_p, top_k, top_p) is a lower bound on the logit, and
-a row's survivors are the tokens at or over the highest of its bounds. Tokens of equal logit therefore live or die
-together: at the k-th place top_k keeps all of them, and so does top_p at its edge. No result depends on a sort's whim.
-
-A draw inverts the cumulated probability in the order of token ids at a number hashed from (seed, answer, position). It
-reads nothing of the other rows: same seed, same tokens, whatever else is in the batch and whatever was preempted.
+A draw's place in the cumulated probability is hashed from (seed, answer, position). It reads nothing of the other rows:
+same seed, same tokens, whatever else is in the batch and whatever was preempted. `Ops.draw` says how a token follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.ops.interface import Laws, Ops
 from octavo.outputs import TokenLogprobs
 from octavo.params import SamplingParams
 
@@ -27,9 +24,7 @@ UInt64 = NDArray[np.uint64]
 Bool = NDArray[np.bool_]
 Ids = Sequence[int]
 
-_TILE = 1 << 20  # logits looked at together: bounds the temporaries, and stays near the caches
-_CHUNK = 256  # tokens whose probability is summed first when a whole vocabulary is drawn from
-_STRIDE = 32  # every so manieth token is looked at to guess how far a nucleus reaches
+_TILE = 1 << 20  # logits adjusted together: bounds the copies
 _COLDEST, _HOTTEST = 1e-6, 1e6  # beyond these a temperature changes nothing more in float32
 
 
@@ -48,9 +43,9 @@ class SamplingTable:
         self.top_k: Int64 = np.zeros(max_rows, np.int64)
         self.top_p: Float64 = np.ones(max_rows, np.float64)
         self.min_p: Float64 = np.zeros(max_rows, np.float64)
-        self.seed: UInt64 = np.zeros(max_rows, np.uint64)
-        self.index: UInt64 = np.zeros(max_rows, np.uint64)
+        self.stream: UInt64 = np.zeros(max_rows, np.uint64)
         self.special: Bool = np.zeros(max_rows, np.bool_)  # rows whose logits are adjusted before anything else
+        self.reports: Bool = np.zeros(max_rows, np.bool_)  # rows whose log-probabilities somebody asks for
         self._adjustments: dict[int, _Adjustment] = {}
 
     def set(self, row: int, params: SamplingParams, seed: int, index: int, eos_ids: Collection[int] = ()) -> None:
@@ -62,13 +57,26 @@ class SamplingTable:
         self.temperature[row] = hot if params.temperature > 0 else 0.0
         self.top_k[row] = min(params.top_k, np.iinfo(np.int32).max)
         self.top_p[row], self.min_p[row] = params.top_p, params.min_p
-        self.seed[row], self.index[row] = seed % 2**64, index
+        self.stream[row : row + 1] = streams(np.array([seed % 2**64], np.uint64), np.array([index], np.uint64))
+        self.reports[row] = params.logprobs is not None or params.best_of is not None
         adjustment = _Adjustment.of(params, eos_ids)
         self.special[row] = adjustment is not None
         if adjustment is not None:
             self._adjustments[row] = adjustment
         else:
             self._adjustments.pop(row, None)
+
+    def laws(self, rows: Int64, positions: Int64) -> Laws:
+        """The laws of draws for the sequences in these rows, each for a place in its sequence."""
+        temperature = self.temperature[rows]
+        random = temperature.any()  # else no draw looks at its number
+        return Laws(
+            temperature=temperature,
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            uniform=uniforms(self.stream[rows], positions) if random else np.zeros(len(rows)),
+        )
 
     def adjust(self, row: int, logits: Float32, tokens: Ids, num_prompt_tokens: int) -> None:
         """Apply a special row's bias, min_tokens and penalties to logits [V], in place."""
@@ -169,6 +177,7 @@ class _Tally:
 
 
 def sample(
+    ops: Ops,
     logits: Float32,
     sources: Int64,
     table: SamplingTable,
@@ -180,27 +189,34 @@ def sample(
 
     logits [L, V] are read only. Draw i reads row `sources[i]` of them (several draws may read one: the samples of a
     prompt), has the parameters of row `rows[i]` of the table, and is for place `positions[i]` of its sequence.
-    `history(row)` gives the tokens so far and how many of them are the prompt; it is asked for special rows only.
+    `history(i)` gives its tokens so far and how many of them are the prompt; it is asked for special rows only.
     """
-    uniform = uniforms(table.seed[rows], table.index[rows], positions)
-    drawn = Drawn(np.empty(len(rows), np.int64), np.empty(len(rows), np.bool_))
+    laws = table.laws(rows, positions)
     special = table.special[rows]
-    with np.errstate(over="ignore", divide="ignore"):
-        for draws in _tiles(np.flatnonzero(~special), logits.shape[1]):
-            _draw(_rows_of(logits, sources[draws]), table, rows, uniform, draws, drawn)
-        for draws in _tiles(np.flatnonzero(special), logits.shape[1]):
-            adjusted = logits[sources[draws]]  # a copy: what is done to one row is nobody else's
-            for row, x in zip(rows[draws].tolist(), adjusted, strict=True):
-                table.adjust(row, x, *history(row))
-            _draw(adjusted, table, rows, uniform, draws, drawn)
-    return drawn
+    if not special.any():
+        token_ids = ops.draw(logits, sources, laws)
+        return Drawn(token_ids, token_ids >= 0)
+    token_ids = np.empty(len(rows), np.int64)
+    plain = np.flatnonzero(~special)
+    token_ids[plain] = ops.draw(logits, sources[plain], laws.of(plain))
+    step = max(1, _TILE // logits.shape[1])
+    for begin in range(0, int(special.sum()), step):
+        draws = np.flatnonzero(special)[begin : begin + step]
+        adjusted = logits[sources[draws]]  # a copy: what is done to one row is nobody else's
+        for i, row, x in zip(draws.tolist(), rows[draws].tolist(), adjusted, strict=True):
+            table.adjust(row, x, *history(i))
+        token_ids[draws] = ops.draw(adjusted, np.arange(len(draws)), laws.of(draws))
+    return Drawn(token_ids, token_ids >= 0)
 
 
-def uniforms(seed: UInt64, index: UInt64, position: Int64) -> Float64:
-    """Numbers in [0, 1), [R], each a function of its three arguments only (SplitMix64, Steele et al. 2014, chained)."""
-    h = _mix(seed)
-    h = _mix(h ^ index)
-    h = _mix(h ^ position.astype(np.uint64))
+def streams(seed: UInt64, index: UInt64) -> UInt64:
+    """What answer `index` of a request with this seed takes its numbers from (SplitMix64, Steele et al. 2014): [R]."""
+    return _mix(_mix(seed) ^ index)
+
+
+def uniforms(stream: UInt64, position: Int64) -> Float64:
+    """Numbers in [0, 1), [R], each a function of its stream and its place in the sequence only."""
+    h = _mix(stream ^ position.astype(np.uint64))
     return np.asarray(h >> np.uint64(11), np.float64) * 2.0**-53
 
 
@@ -212,221 +228,40 @@ def _mix(z: UInt64) -> UInt64:
     return z
 
 
-def _tiles(draws: Int64, vocab: int) -> Iterator[Int64]:
-    step = max(1, _TILE // vocab)
-    for begin in range(0, len(draws), step):
-        yield draws[begin : begin + step]
-
-
-def _rows_of(logits: Float32, rows: Int64) -> Float32:
-    """logits[rows], without a copy if they lie one after another, as they nearly always do."""
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all()):
-        return logits[first : last + 1]
-    return logits[rows]
-
-
-@dataclass(slots=True)
-class _Laws:
-    """By what law each row of a tile [D, V] is drawn from; every field is [D]."""
-
-    peak: Float64  # the highest logit
-    temperature: Float64
-    top_k: Int64
-    top_p: Float64
-    min_p: Float64
-    uniform: Float64
-
-    def of(self, which: Int64) -> _Laws:
-        return _Laws(
-            self.peak[which],
-            self.temperature[which],
-            self.top_k[which],
-            self.top_p[which],
-            self.min_p[which],
-            self.uniform[which],
-        )
-
-
-def _draw(x: Float32, table: SamplingTable, rows: Int64, uniform: Float64, draws: Int64, drawn: Drawn) -> None:
-    """Draw from each row of x [D, V] for the draws numbered `draws` [D]; writes to `drawn`."""
-    token_ids = x.argmax(axis=1)  # the lowest id of the highest; a NaN counts as highest
-    peak = x[np.arange(len(x)), token_ids]
-    ok = np.isfinite(peak)
-    rows = rows[draws]
-    temperature, top_k, top_p, min_p = table.temperature[rows], table.top_k[rows], table.top_p[rows], table.min_p[rows]
-    filtered = ((top_k > 0) & (top_k < x.shape[1])) | (top_p < 1) | (min_p > 0)
-    random = ok & (temperature > 0)
-    laws = _Laws(peak.astype(np.float64), temperature, top_k, top_p, min_p, uniform[draws])
-    for which, method in ((random & filtered, _draw_filtered), (random & ~filtered, _draw_unfiltered)):
-        chosen = np.flatnonzero(which)
-        if len(chosen):
-            token_ids[chosen] = method(_rows_of(x, chosen), laws.of(chosen))
-    drawn.token_ids[draws] = np.where(ok, token_ids, -1)
-    drawn.ok[draws] = ok
-
-
-def _draw_unfiltered(x: Float32, laws: _Laws) -> Int64:
-    """Draw from the whole vocabulary: a chunk of it first, then a token of the chunk."""
-    weights = _weights(x, laws)
-    sums = _cumulated_chunks(weights)
-    target = laws.uniform * sums[:, -1]
-    chunk = _invert(sums, target)
-    before = np.where(chunk > 0, _at(sums, np.maximum(chunk - 1, 0)), 0.0)
-    tokens = chunk[:, None] * _CHUNK + np.arange(_CHUNK)
-    inside = np.take_along_axis(weights, np.minimum(tokens, x.shape[1] - 1), axis=1) * (tokens < x.shape[1])
-    return chunk * _CHUNK + _invert(np.cumsum(inside, axis=1, dtype=np.float64), target - before)
-
-
-def _draw_filtered(x: Float32, laws: _Laws) -> Int64:
-    """Draw from the survivors of min_p, top_k and top_p."""
-    limited = (laws.top_k > 0) & (laws.top_k < x.shape[1])
-    floor = np.maximum(_min_p_floor(laws), _near_largest(x, np.where(limited, laws.top_k, 0)))
-    bare = np.flatnonzero((laws.top_p < 1) & ~limited & (laws.min_p == 0))  # the nucleus of a whole vocabulary
-    mass = np.zeros(len(x))
-    if len(bare):
-        mass[bare], floor[bare] = _nucleus_floor(_rows_of(x, bare), laws.of(bare))
-    tokens, short = _draw_over(x, laws, limited, mass, floor)
-    again = np.flatnonzero(short)
-    if len(again):
-        # Tokens each less likely than (1 - p) / 2V weigh less than 1 - p together: the nucleus needs none of them.
-        some = laws.of(again)
-        least = some.peak + some.temperature * np.log((1 - some.top_p) * mass[again] / (2 * x.shape[1]))
-        tokens[again], _ = _draw_over(x[again], some, limited[again], mass[again], least.astype(np.float32))
-    return tokens
-
-
-def _draw_over(x: Float32, laws: _Laws, limited: Bool, mass: Float64, floor: Float32) -> tuple[Int64, Bool]:
-    """Draw from the survivors, all of which are known to have logits of at least `floor` [D].
-
-    `mass` is the weight of the whole vocabulary where its nucleus is wanted, else 0. The second answer is True where
-    the nucleus reaches below the floor, so that the token is not to be used.
-    """
-    found = np.flatnonzero(x >= floor[:, None])
-    starts = np.searchsorted(found, np.arange(len(x) + 1) * x.shape[1])
-    counts = np.diff(starts)
-    values = np.full((len(x), counts.max()), -np.inf, np.float32)  # by rising token id
-    values[np.arange(values.shape[1]) < counts[:, None]] = x.reshape(-1)[found]
-    ranked = np.sort(values, axis=1)[:, ::-1]
-    kth = _at(ranked, np.clip(laws.top_k - 1, 0, ranked.shape[1] - 1))
-    floor = np.where(limited, np.maximum(floor, kth), floor)
-    sums = np.cumsum(_weights(ranked, laws) * (ranked >= floor[:, None]), axis=1, dtype=np.float64)
-    wanted = laws.top_p * np.where(mass > 0, mass, sums[:, -1])
-    short = (mass > 0) & (sums[:, -1] < wanted)
-    edge = np.minimum((sums < wanted[:, None]).sum(axis=1), ranked.shape[1] - 1)
-    floor = np.where(laws.top_p < 1, np.maximum(floor, _at(ranked, edge)), floor)
-    sums = np.cumsum(_weights(values, laws) * (values >= floor[:, None]), axis=1, dtype=np.float64)
-    place = _invert(sums, laws.uniform * sums[:, -1])
-    return found[starts[:-1] + place] - np.arange(len(x)) * x.shape[1], short
-
-
-def _min_p_floor(laws: _Laws) -> Float32:
-    """The logit whose probability is min_p times the likeliest's; -inf where min_p is 0."""
-    return (laws.peak + laws.temperature * np.log(laws.min_p)).astype(np.float32)
-
-
-def _near_largest(x: Float32, rank: Int64) -> Float32:
-    """A value not over the rank-th largest of each row of x [D, V] but mostly near it; -inf where rank is 0.
-
-    The rank-th largest of the maxima of disjoint sets of tokens: so many tokens at least are as large.
-    """
-    columns = max(512, 4 * int(rank.max()))
-    depth = x.shape[1] // columns
-    if depth < 4 or not rank.any():
-        return np.full(len(x), -np.inf, np.float32)
-    maxima = np.sort(x[:, : depth * columns].reshape(len(x), depth, columns).max(axis=1), axis=1)
-    return np.where(rank > 0, _at(maxima, columns - np.maximum(rank, 1)), np.float32(-np.inf))
-
-
-def _nucleus_floor(x: Float32, laws: _Laws) -> tuple[Float64, Float32]:
-    """The weight of each row of x [D, V], and a logit the nucleus hardly reaches below, by a sample of tokens.
-
-    The tail of small weights that a nucleus leaves out is long, so that a sample of it tells its weight well.
-    """
-    mass = _cumulated_chunks(_weights(x, laws))[:, -1]
-    ranked = np.sort(x[:, ::_STRIDE], axis=1)
-    tail = np.cumsum(_weights(ranked, laws), axis=1, dtype=np.float64) * _STRIDE
-    beyond = (tail < 0.7 * (1 - laws.top_p[:, None]) * mass[:, None]).sum(axis=1)
-    return mass, _at(ranked, np.minimum(beyond, ranked.shape[1] - 1))
-
-
-def _weights(x: Float32, laws: _Laws) -> Float32:
-    """Probabilities [D, V] but for a factor a row."""
-    weights: Float32 = x - laws.peak.astype(np.float32)[:, None]
-    weights *= (1 / laws.temperature).astype(np.float32)[:, None]
-    np.exp(weights, out=weights)
-    return weights
-
-
-def _cumulated_chunks(weights: Float32) -> Float64:
-    sums = np.add.reduceat(weights, np.arange(0, weights.shape[1], _CHUNK), axis=1)
-    return np.cumsum(sums, axis=1, dtype=np.float64)
-
-
-def _invert(sums: Float64, target: Float64) -> Int64:
-    """The first place of each row of cumulated weights [D, n] that exceeds the target [D]; never one of weight 0."""
-    last = (sums < sums[:, -1:]).sum(axis=1)  # rounding may put the target at the total: then the last of any weight
-    places: Int64 = np.minimum((sums <= target[:, None]).sum(axis=1), last)
-    return places
-
-
-def _at(values: NDArray[Any], places: Int64) -> NDArray[Any]:
-    """values[d, places[d]] for each row d."""
-    return values[np.arange(len(values)), places]
-
-
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-def log_softmax(logits: Float32) -> Float32:
+def log_softmax(ops: Ops, logits: Float32) -> Float32:
     """Log-probabilities [R, V] of logits [R, V]."""
-    shifted: Float32 = logits - logits.max(axis=1, keepdims=True)
-    shifted -= _log_of_sum(shifted).astype(np.float32)[:, None]
+    rows = np.arange(len(logits))
+    log_sums = ops.logprobs(logits, rows, np.zeros_like(rows), 0).log_sums[:, None]
+    coarse = log_sums.astype(np.float32)  # the difference to it is exact where it matters: near the likeliest
+    shifted: Float32 = logits - coarse
+    shifted -= (log_sums - coarse).astype(np.float32)
     return shifted
 
 
-def chosen_logprobs(logits: Float32, token_ids: Int64) -> Float64:
-    """The log-probability of token_ids[i] by row i of logits [R, V]: [R]."""
-    chosen = np.empty(len(logits))
-    for tile in _tiles(np.arange(len(logits)), logits.shape[1]):
-        x = _rows_of(logits, tile)
-        peak = x.max(axis=1)
-        log_of_sum = _log_of_sum(x - peak[:, None])
-        chosen[tile] = (_at(x, token_ids[tile]).astype(np.float64) - peak) - log_of_sum
-    return chosen
-
-
-def logprobs(logits: Float32, token_ids: Int64, top: int) -> list[TokenLogprobs]:
-    """What to report of token_ids[i] by row i of the model's own logits [R, V], and of the `top` likeliest tokens.
+def logprobs(ops: Ops, logits: Float32, sources: Int64, token_ids: Int64, top: int) -> list[TokenLogprobs]:
+    """What to report of token_ids[i] by row sources[i] of the model's own logits, and of the `top` likeliest tokens.
 
     A token's rank is 1 plus the number of tokens of strictly higher logit; among equals the lower id is likelier.
     """
-    entries: list[TokenLogprobs] = []
-    for x, token, logprob in zip(logits, token_ids.tolist(), chosen_logprobs(logits, token_ids).tolist(), strict=True):
-        shift = float(x[token]) - logprob
-        best = largest(x, top)
-        entries.append(
-            TokenLogprobs(
-                token_id=token,
-                logprob=logprob,
-                rank=1 + int(np.count_nonzero(x > x[token])),
-                top=dict(zip(best.tolist(), (x[best].astype(np.float64) - shift).tolist(), strict=True)),
-            )
+    found = ops.logprobs(logits, sources, token_ids, top)
+    chosen = logits[sources, token_ids] - found.log_sums
+    likeliest = logits[sources[:, None], found.top_ids] - found.log_sums[:, None]
+    return [
+        TokenLogprobs(
+            token_id=token,
+            logprob=logprob,
+            rank=rank,
+            top={i: x for i, x in zip(ids, of_ids, strict=True) if i >= 0},
         )
-    return entries
-
-
-def largest(x: Float32, count: int) -> Int64:
-    """The places of the `count` largest of x [n], largest first, the lower place first among equals."""
-    if count >= len(x):
-        return np.argsort(-x, kind="stable")
-    if count == 0:
-        return np.zeros(0, np.int64)
-    places = np.flatnonzero(x >= np.partition(x, -count)[-count])
-    return places[np.argsort(-x[places], kind="stable")[:count]]
-
-
-def _log_of_sum(shifted: Float32) -> Float64:
-    """log(sum(exp(row))) of rows whose maximum is 0."""
-    total: Float64 = np.exp(shifted).sum(axis=1, dtype=np.float64)
-    return np.log(total)
+        for token, logprob, rank, ids, of_ids in zip(
+            token_ids.tolist(),
+            chosen.tolist(),
+            found.ranks.tolist(),
+            found.top_ids.tolist(),
+            likeliest.tolist(),
+            strict=True,
+        )
+    ]

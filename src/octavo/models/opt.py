@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from octavo.models.layers import MLP, Attention, Decoder, LayerNorm, PreNormLayer
 from octavo.models.settings import Settings, read_sizes
 from octavo.models.weights import Weights
 from octavo.ops.interface import Array, AttentionSpec, Ops, StepInput
 
 _EPS = 1e-5
-_FIRST = np.int32(2)  # the place of the first token: 0 and 1 were padding's
+_FIRST = 2  # the place of the first token: 0 and 1 were padding's
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,13 @@ def build(config: Settings, weights: Weights, ops: Ops, reach: int) -> Decoder:
         return PostNormLayer(attention, first, mlp, second)
 
     table = decoder.embedding("embed_tokens", sizes.vocab, width)
-    places = decoder.embedding("embed_positions", sizes.positions + int(_FIRST), hidden)
+    places = decoder.embedding("embed_positions", sizes.positions + _FIRST, hidden, skip=_FIRST)
     project_in = decoder.linear({"project_in": hidden}, width) if width != hidden else None
 
     def embed(step: StepInput) -> Array:
         x = ops.embed(table, step.token_ids)
         x = x if project_in is None else project_in(ops, x)
-        return ops.add(x, ops.embed(places, step.positions + _FIRST))
+        return ops.add(x, ops.embed(places, step.positions))
 
     normed = before and not config.flag("_remove_final_layer_norm")
     return Decoder(

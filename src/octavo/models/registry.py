@@ -53,4 +53,4 @@ def build(checkpoint: Checkpoint, ops: Ops, max_positions: int | None = None) ->
     weights = Weights(checkpoint, ops)
     model = _BUILDERS[architecture](config, weights, ops, max_positions or trained)
     weights.refuse_unused(_UNNEEDED.get(architecture, ()))
-    return model
+    return ops.compile(model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,9 +50,12 @@ class Weights:
             return Linear(weight)
         return Linear(weight, self._ops.vector([self._take(f"{name}.bias", n) for name, n in rows.items()]))
 
-    def embedding(self, name: str, rows: int, columns: int) -> Array:
-        """A table for `Ops.embed`."""
-        return self._ops.linear_weight([self._take(f"{name}.weight", rows, columns)])
+    def embedding(self, name: str, rows: int, columns: int, *, skip: int = 0) -> Array:
+        """A table for `Ops.embed`, of a tensor's rows from `skip` on."""
+        part = self._take(f"{name}.weight", rows, columns)
+        if skip:
+            part = replace(part, shape=(rows - skip, columns), raw=part.raw[skip:])
+        return self._ops.linear_weight([part])
 
     def head(self, table: Array, table_name: str, sizes: Sizes, *, tied: bool, width: int | None = None) -> Linear:
         """The projection from `width` columns (the hidden size, unless given) to logits; if tied, the embedding again.

@@ -11,15 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.loading.tensor import StoredTensor
 
+if TYPE_CHECKING:
+    from octavo.models.interface import Model
+
 Array = Any  # activations, weights and caches are opaque: only the backend that made them looks inside
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -63,8 +69,42 @@ class CacheLayout:
     head_dim: int
 
 
+@dataclass(slots=True)
+class Laws:
+    """By what law each of R draws is made; every field is [R]. `Ops.draw` says how."""
+
+    temperature: Float64  # 0: the likeliest token
+    top_k: Int64  # 0: all tokens
+    top_p: Float64  # in (0, 1]
+    min_p: Float64  # in [0, 1]
+    uniform: Float64  # in [0, 1): where in the cumulated probability the draw is made
+
+    def of(self, which: Int64) -> Laws:
+        """The laws of some of the draws."""
+        return Laws(
+            self.temperature[which], self.top_k[which], self.top_p[which], self.min_p[which], self.uniform[which]
+        )
+
+
+class Logprobs(NamedTuple):
+    """What log-probabilities are made of: a token's is its logit minus its row's log_sum."""
+
+    log_sums: Float64  # [R]: log(sum(exp(row))); NaN where the row has a NaN or its maximum is infinite
+    ranks: Int64  # [R]: 1 + the number of tokens whose logit is higher than the given one's
+    top_ids: Int64  # [R, N]: the likeliest first, the lower id first among equals; -1 beyond the last
+
+
 class Ops(Protocol):
     """The operations. A module of functions satisfies it."""
+
+    def compile(self, model: Model, /) -> Model:
+        """A model that answers as `model` does, in the way this backend runs it best; called once all weights are in.
+
+        A model's Python code calls the same operations whatever the batch, so a backend may run it once on symbols
+        and replay what it called. The name is the one that PyTorch gives to the same request. Outside of a compiled
+        model's calls, arrays are what `forward` and `logits` return.
+        """
+        ...
 
     # --- weights -----------------------------------------------------------------------------------------------
     def linear_weight(self, parts: Sequence[StoredTensor], /) -> Array:
@@ -94,6 +134,23 @@ class Ops(Protocol):
 
     def to_numpy(self, x: Array, /) -> NDArray[np.float32]:
         """The array as float32 in host memory (logits for the sampler)."""
+        ...
+
+    # --- from logits to tokens ----------------------------------------------------------------------------------
+    def draw(self, logits: Float32, sources: Int64, laws: Laws, /) -> Int64:
+        """A token for each of R draws, draw i from row `sources[i]` of logits [L, V] by its law: [R].
+
+        Temperature 0 takes the lowest id of the highest logit. Otherwise tokens weigh exp(logit / temperature), and
+        those stay that pass all filters: as likely as min_p times the likeliest; then at or over the k-th highest
+        logit; then in the fewest, likeliest first, that hold top_p of what is left. Tokens of equal logit live or die
+        together. The draw inverts the cumulated weight of what stays, in the order of ids, at `uniform`. -1 where the
+        row has a NaN or its maximum is infinite. No draw depends on the others; backends may differ by the rounding of
+        float32 weights.
+        """
+        ...
+
+    def logprobs(self, logits: Float32, sources: Int64, token_ids: Int64, top: int, /) -> Logprobs:
+        """For token_ids[i] of row `sources[i]` of logits [L, V], and for the `top` likeliest of the row."""
         ...
 
     # --- between the matrix products -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,20 @@ from numpy.typing import NDArray
 from octavo.loading.tensor import StoredTensor
 from octavo.ops.interface import Activation, AttentionSpec, CacheLayout, Int32, StepInput
 from octavo.ops.reference_plan import Float32, Group, Plan, RopeTable, Tile
+from octavo.ops.reference_sampling import draw as draw  # named again: they are operations as those below
+from octavo.ops.reference_sampling import logprobs as logprobs
+
+if TYPE_CHECKING:
+    from octavo.models.interface import Model
 
 LOWEST = np.float32(-1e30)  # below any score, yet finite: a tile wholly hidden has exp(-inf - LOWEST) = 0, not NaN
 RUN = 64  # products of a sum that are added by BLAS in one go
+
+
+def compile(model: Model, /) -> Model:
+    """The model itself: every operation is computed as it is called."""
+    return model
+
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 

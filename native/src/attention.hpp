@@ -1,0 +1,623 @@
+// Paged attention for one instruction set: rotate, write keys and values to their blocks, attend over block tables.
+// Included by kernels.cpp and tests only. Knows blocks and the step's plan; no model, and not how works were dealt out.
+//
+// Keys and values lie in blocks anywhere in memory (PagedAttention: Kwon et al. 2023, arXiv:2309.06180) and are read
+// where they lie: the inside of a block is ordered for the two products. Scores are never all in memory: a partition's
+// are turned into a part (highest score, sum of weights, weighted values), and parts are merged by rescaling
+// (online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; FlashAttention: Dao et al. 2022, arXiv:2205.14135).
+//
+// Every number is one chain of operations that depends on the query, its keys and their places in the context alone:
+// a product is summed dimension by dimension or token by token in one lane, hidden keys add exactly 0, and lanes are
+// added in a fixed order. So a result has the same bits in any batch, chunk, tile and team.
+#pragma once
+#include "kernels.hpp"
+#include "plan.hpp"
+#include "simd.hpp"
+
+namespace octavo::OCTAVO_ISA {
+namespace attend {
+
+constexpr int kChunk = W;                     // tokens that are looked at in one vector
+constexpr int kChunks = kPartition / kChunk;  // of a partition
+constexpr int kRows = 6;                      // query rows and
+constexpr int kColumns = W == 16 ? 4 : 2;     // vectors beside each other whose products stay in registers
+constexpr int kSegment = 128;                 // query rows that walk through a context together
+constexpr float kLowest = -1e30f;             // below any score, yet finite, so that differences are numbers
+constexpr float kLog2e = 1.44269504088896341f;
+template <class Stored>
+alignas(64) constexpr Stored kZeros[kMaxHeadDim] = {};
+
+OCTAVO_INLINE std::int64_t whole_vectors(std::int64_t n) { return (n + W - 1) / W * W; }
+
+// 2^x to about 1.5e-7 relative, exactly 0 far below; for x up to 127. NaN stays NaN.
+OCTAVO_INLINE F exp2(F x) {
+#if defined(__AVX512DQ__)
+  const F r = (F)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
+#else
+  const F bounded = x < set1(-126.0f) ? set1(-126.0f) : x;
+  const I n = round_to_int(bounded - set1(0.5f));
+  const F r = bounded - to_float(n);
+#endif
+  F p = set1(0.0018671304f);  // minimax for 2^r on [0, 1], exact at 0
+  p = fma(p, r, set1(0.00901702978f));
+  p = fma(p, r, set1(0.0557999127f));
+  p = fma(p, r, set1(0.240164444f));
+  p = fma(p, r, set1(0.693151295f));
+  p = fma(p, r, set1(1.0f));
+#if defined(__AVX512DQ__)
+  return (F)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
+#else
+  const F y = as_float(as_int(p) + (n << 23));
+  return x < set1(-126.0f) ? set1(0.0f) : (x == x ? y : x);
+#endif
+}
+
+OCTAVO_INLINE F load_up_to(const float* p, std::int64_t n) { return n >= W ? load(p) : load_some(p, n); }
+OCTAVO_INLINE void store_up_to(float* p, F v, std::int64_t n) {
+  if (n >= W)
+    store(p, v);
+  else
+    store_some(p, v, n);
+}
+
+// --- element types --------------------------------------------------------------------------------------------------
+// What a block holds, `step` of them in a lane. All products are of float32: on the Intel cores that have it, the dot
+// product of bf16 pairs is slower than two FMAs, and it would round queries and weights.
+
+struct Bf16 {
+  using Stored = std::uint16_t;
+  static constexpr int step = 2;
+  static OCTAVO_INLINE F part(const Stored* p, int i) {
+    const I pairs = load_as<I>(p);
+    return as_float(i == 0 ? pairs << 16 : pairs & set1(static_cast<std::int32_t>(0xffff0000)));
+  }
+  static OCTAVO_INLINE void put(Stored* p, F x) { store_as(p, to_bf16(x)); }
+};
+
+struct F16 {
+  using Stored = std::uint16_t;
+  static constexpr int step = 1;
+  static OCTAVO_INLINE F part(const Stored* p, int) { return load_f16(p); }
+  static OCTAVO_INLINE void put(Stored* p, F x) { store_as(p, to_f16(x)); }
+};
+
+struct F32 {
+  using Stored = float;
+  static constexpr int step = 1;
+  static OCTAVO_INLINE F part(const Stored* p, int) { return load(p); }
+  static OCTAVO_INLINE void put(Stored* p, F x) { store(p, x); }
+};
+
+// --- the inside of a block ------------------------------------------------------------------------------------------
+// Of a layer, head, and key or value, a block holds block_size * D elements. Where both fill whole vectors:
+//   keys   [D / step][block_size][step]: a vector is a chunk of tokens, for `step` dimensions
+//   values [block_size / step][D][step]: a vector is a run of dimensions, for `step` tokens
+// Otherwise both are [block_size][D], and chunks are gathered into the form above, padded, before they are read.
+
+template <class T>
+struct Layout {
+  typename T::Stored* data;
+  std::int64_t layer, num_layers, num_kv_heads, size, dim;
+  bool in_place;
+
+  explicit OCTAVO_INLINE Layout(const AttentionArgs& a)
+      : data(static_cast<typename T::Stored*>(a.cache.data)),
+        layer(a.layer),
+        num_layers(a.cache.num_layers),
+        num_kv_heads(a.num_kv_heads),
+        size(a.cache.block_size),
+        dim(a.head_dim),
+        in_place(size % kChunk == 0 && dim % W == 0) {}
+
+  OCTAVO_INLINE typename T::Stored* keys(std::int64_t block, std::int64_t head) const {
+    return data + ((block * num_layers + layer) * 2 * num_kv_heads + head) * size * dim;
+  }
+  OCTAVO_INLINE typename T::Stored* values(std::int64_t block, std::int64_t head) const {
+    return keys(block, head) + num_kv_heads * size * dim;
+  }
+  OCTAVO_INLINE std::int64_t wide() const { return whole_vectors(dim); }  // dimensions of a query or gathered key
+};
+
+// --- writing keys and values ----------------------------------------------------------------------------------------
+
+// Turns dimension i with dimension i + half; those from 2 * half on stay (RoFormer: Su et al. 2021, arXiv:2104.09864).
+// `out` ends in zeros up to a whole vector.
+OCTAVO_INLINE void rotate(const float* x, std::int64_t dim, const float* cos, const float* sin, std::int64_t half,
+                          float* out) {
+  for (std::int64_t i = 2 * half; i < dim; i += W) store_up_to(out + i, load_up_to(x + i, dim - i), dim - i);
+  for (std::int64_t i = dim; i < whole_vectors(dim); ++i) out[i] = 0.0f;
+  for (std::int64_t i = 0; i < half; i += W) {
+    const std::int64_t n = half - i;
+    const F c = load_up_to(cos + i, n), s = load_up_to(sin + i, n);
+    const F left = load_up_to(x + i, n), right = load_up_to(x + half + i, n);
+    store_up_to(out + i, left * c - right * s, n);
+    store_up_to(out + half + i, right * c + left * s, n);
+  }
+}
+
+// n values to one of the `step` places of each lane; the others, which are another token's, are not touched.
+template <class T>
+OCTAVO_INLINE void scatter(const typename T::Stored* row, std::int64_t n, typename T::Stored* lanes_out, int place) {
+  std::int64_t i = 0;
+#if defined(__AVX512BW__)
+  if constexpr (T::step == 2) {
+    for (; i + W <= n; i += W) {
+      const I values = widen(load_as<H>(row + i)) << (16 * place);
+      _mm512_mask_storeu_epi16(lanes_out + 2 * i, place ? 0xaaaaaaaau : 0x55555555u, (__m512i)values);
+    }
+  }
+#endif
+  for (; i < n; ++i) lanes_out[i * T::step + place] = row[i];
+}
+
+// Puts a token's key and value of a head at a place in a block.
+template <class T>
+OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int64_t offset, std::int64_t head,
+                              const float* key, const float* value) {
+  typename T::Stored k[kMaxHeadDim + W], v[kMaxHeadDim + W];
+  for (std::int64_t i = 0; i < at.dim; i += W) {
+    T::put(k + i, load(key + i));
+    T::put(v + i, load_up_to(value + i, at.dim - i));
+  }
+  typename T::Stored *keys = at.keys(block, head), *values = at.values(block, head);
+  if (!at.in_place) {
+    std::memcpy(keys + offset * at.dim, k, static_cast<std::size_t>(at.dim) * sizeof *k);
+    std::memcpy(values + offset * at.dim, v, static_cast<std::size_t>(at.dim) * sizeof *v);
+    return;
+  }
+  for (std::int64_t i = 0; i < at.dim; i += T::step)
+    std::memcpy(keys + i * at.size + offset * T::step, k + i, T::step * sizeof *k);
+  const int place = static_cast<int>(offset % T::step);
+  scatter<T>(v, at.dim, values + (offset - place) * at.dim, place);
+}
+
+// A thread's rows: queries rotated into the plan's scratch, keys and values into their slots.
+template <class T>
+void write(const AttentionArgs& a, std::int64_t begin, std::int64_t end) {
+  const Layout<T> at(a);
+  const Rotation rotation = a.rope < 0 ? Rotation{nullptr, nullptr, 0} : a.plan->rotations[a.rope];
+  float turned[kMaxHeadDim + W];
+  for (std::int64_t t = begin; t < end; ++t) {
+    const float *cos = rotation.cos + t * rotation.half, *sin = rotation.sin + t * rotation.half;
+    float* query = a.plan->queries + t * a.num_heads * at.wide();
+    for (std::int64_t h = 0; h < a.num_heads; ++h, query += at.wide())
+      rotate(a.q + t * a.q_stride + h * at.dim, at.dim, cos, sin, rotation.half, query);
+    const std::int64_t slot = a.plan->step.slots[t], block = slot / at.size, offset = slot % at.size;
+    for (std::int64_t h = 0; h < a.num_kv_heads; ++h) {
+      rotate(a.k + t * a.k_stride + h * at.dim, at.dim, cos, sin, rotation.half, turned);
+      write_pair(at, block, offset, h, turned, a.v + t * a.v_stride + h * at.dim);
+    }
+  }
+}
+
+// --- reading a partition --------------------------------------------------------------------------------------------
+
+// A partition's chunks in the form of the products; those from `first` to `end` may be read.
+template <class T>
+struct Keys {
+  const typename T::Stored *key[kChunks], *value[kChunks];
+  const typename T::Stored* next[kChunks];  // keys that will be read after these, to be prefetched
+  std::int64_t key_stride;    // from one step of dimensions to the next
+  std::int64_t value_stride;  // from one step of tokens to the next
+  int first, end;
+};
+
+// The last chunk of values up to token `end` of it, zeros from there: stale slots may hold NaN, and 0 * NaN is NaN.
+template <class T>
+const typename T::Stored* cut(const typename T::Stored* value, std::int64_t dim, int end, typename T::Stored* out) {
+  for (int token = 0; token < kChunk; ++token) {
+    const std::int64_t row = token / T::step * T::step * dim + token % T::step;
+    for (std::int64_t i = 0; i < dim; ++i)
+      out[row + i * T::step] = token < end ? value[row + i * T::step] : typename T::Stored{};
+  }
+  return out;
+}
+
+// The chunk at `origin` of blocks too small or heads too narrow for vectors; zeros outside [begin, end) and from D on.
+template <class T>
+void gather(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std::int64_t origin, std::int64_t begin,
+            std::int64_t end, typename T::Stored* key, typename T::Stored* value) {
+  const std::int64_t wide = at.wide(), even = at.dim / T::step * T::step;
+  for (int token = 0; token < kChunk; ++token) {
+    const typename T::Stored *k = kZeros<typename T::Stored>, *v = k;
+    const std::int64_t slot = origin + token;
+    if (begin <= slot && slot < end) {
+      k = at.keys(table[slot / at.size], head) + slot % at.size * at.dim;
+      v = at.values(table[slot / at.size], head) + slot % at.size * at.dim;
+    }
+    typename T::Stored* const keys = key + token * T::step;
+    for (std::int64_t i = 0; i < even; i += T::step) std::memcpy(keys + i * kChunk, k + i, T::step * sizeof *k);
+    for (std::int64_t i = even; i < wide; ++i)
+      keys[i / T::step * T::step * kChunk + i % T::step] = i < at.dim ? k[i] : typename T::Stored{};
+    const int place = token % T::step;
+    typename T::Stored* const values = value + (token - place) * wide;
+    scatter<T>(v, at.dim, values, place);
+    for (std::int64_t i = at.dim; i < wide; ++i) values[i * T::step + place] = typename T::Stored{};
+  }
+}
+
+// The chunks of a partition that hold tokens [begin, end) of a context. `tile` has room for a gathered partition.
+template <class T>
+void find(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std::int64_t partition, std::int64_t begin,
+          std::int64_t end, typename T::Stored* tile, Keys<T>& keys) {
+  const std::int64_t origin = partition * kPartition, wide = at.wide();
+  keys.first = static_cast<int>((begin - origin) / kChunk);
+  keys.end = static_cast<int>((end - origin + kChunk - 1) / kChunk);
+  keys.key_stride = (at.in_place ? at.size : kChunk) * T::step;
+  keys.value_stride = wide * T::step;
+  for (int c = keys.first; c < keys.end; ++c) {
+    const std::int64_t token = origin + c * kChunk;
+    if (!at.in_place) {
+      typename T::Stored *key = tile + 2 * c * kChunk * wide, *value = key + kChunk * wide;
+      gather(at, table, head, token, begin, end, key, value);
+      keys.key[c] = key;
+      keys.value[c] = value;
+      continue;
+    }
+    const std::int64_t block = table[token / at.size], offset = token % at.size;
+    keys.key[c] = at.keys(block, head) + offset * T::step;
+    keys.value[c] = at.values(block, head) + offset * at.dim;
+    if (token + kChunk > end) keys.value[c] = cut<T>(keys.value[c], at.dim, static_cast<int>(end - token), tile);
+  }
+}
+
+// A partition of a sequence that a thread will read, or is likely to.
+struct Place {
+  std::int32_t sequence;
+  std::int64_t head, partition;
+};
+
+// Says which keys come next. Where none do, those of now stand in: a line that is there already costs little.
+template <class T>
+void look_ahead(const Layout<T>& at, const StepView& step, const Place& place, Keys<T>& keys) {
+  for (int c = 0; c < kChunks; ++c) keys.next[c] = keys.key[keys.first];
+  if (!at.in_place) return;
+  const std::int32_t* table = step.block_tables + place.sequence * step.table_stride;
+  for (int c = 0; c < kChunks; ++c) {
+    const std::int64_t token = place.partition * kPartition + c * kChunk;
+    if (token >= step.context_lens[place.sequence]) return;
+    keys.next[c] = at.keys(table[token / at.size], place.head) + token % at.size * T::step;
+  }
+}
+
+// --- a tile of query rows and a partition ---------------------------------------------------------------------------
+
+// One head of one token, on its way through its context.
+struct Row {
+  const float* query;  // [D] and zeros up to a whole vector
+  const Query* seen;
+  float* out;     // [D] values weighted so far
+  float highest;  // of the scores so far, in powers of 2
+  float sum;      // of the weights so far, relative to it
+};
+
+struct Scoring {
+  float scale;   // from a product (or a capped score) to a power of 2
+  float cap;     // softcap; 0: none
+  float shrink;  // from a product to the argument of the cap's tanh
+};
+
+OCTAVO_INLINE Scoring scoring_of(const AttentionArgs& a) {
+  if (a.softcap == 0.0f) return {a.scale * kLog2e, 0.0f, 0.0f};
+  return {kLog2e, a.softcap, a.scale / a.softcap};
+}
+
+// What all rows of a work share.
+struct Walk {
+  const AttentionArgs* args;
+  Scoring scoring;
+  std::int64_t wide, partial_stride;
+  std::int64_t partition;  // where they are
+  bool whole;
+};
+
+// Lines of memory that are wanted soon: while vector (k, c) is read, line `line[c] + k * stride` is asked for.
+template <class T, int C>
+struct Ahead {
+  const typename T::Stored* line[C];
+  std::int64_t stride;
+};
+
+// sum[r][c] += over the steps, row r's factors times column c's vectors. One chain of additions for each lane.
+template <class T, int R, int C>
+OCTAVO_INLINE void multiply(F (&sum)[R][C], const float* const (&rows)[R],
+                            const typename T::Stored* const (&columns)[C], std::int64_t stride, std::int64_t steps,
+                            const Ahead<T, C>& ahead) {
+  for (std::int64_t k = 0; k < steps; ++k) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) __builtin_prefetch(ahead.line[c] + k * ahead.stride, 0, 2);
+#pragma GCC unroll 2
+    for (int i = 0; i < T::step; ++i) {
+      F b[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) b[c] = T::part(columns[c] + k * stride, i);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const F a = set1(rows[r][k * T::step + i]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sum[r][c] = fma(a, b[c], sum[r][c]);
+      }
+    }
+  }
+}
+
+// Products of queries and C chunks of keys from chunk c on, of which those before `end` count. Meanwhile their values
+// come closer.
+template <class T, int R, int C>
+OCTAVO_INLINE void score(const Keys<T>& keys, int c, int end, const float* const (&queries)[R], std::int64_t wide,
+                         float (&scores)[R][kPartition]) {
+  const typename T::Stored* columns[C];
+  Ahead<T, C> ahead{{}, W * T::step};
+#pragma GCC unroll 8
+  for (int i = 0; i < C; ++i) {
+    columns[i] = keys.key[least(c + i, end - 1)];
+    ahead.line[i] = keys.value[least(c + i, end - 1)];
+  }
+  F sum[R][C] = {};
+  multiply<T, R, C>(sum, queries, columns, keys.key_stride, wide / T::step, ahead);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i)
+      if (c + i < end) store(scores[r] + (c + i) * kChunk, sum[r][i]);
+}
+
+// One row's products of chunks [first, last) to weights relative to the highest score, which it returns in powers of 2;
+// adds them up in `sum`. The row sees tokens [begin, end) of the partition; the others get weight 0.
+OCTAVO_INLINE float weigh(float* scores, int first, int last, int begin, int end, const Scoring& scoring, float& sum) {
+  F highest = set1(kLowest);
+  for (int c = first; c < last; ++c) {
+    const int from = begin - c * kChunk, to = end - c * kChunk;
+    const bool all = from <= 0 && to >= kChunk;
+    F s = load(scores + c * kChunk);
+    if (scoring.cap != 0.0f) s = set1(scoring.cap) * tanh(s * set1(scoring.shrink));
+    if (!all) s = ((lanes() >= from) & (lanes() < to)) ? s : set1(kLowest);
+    if (!all || scoring.cap != 0.0f) store(scores + c * kChunk, s);
+    highest = max(highest, s);
+  }
+  const bool blind = begin >= end;
+  const float top = blind ? kLowest : reduce_max(highest) * scoring.scale;
+  const F scale = set1(scoring.scale), less = set1(blind ? 0.0f : -top);
+  F total = {};
+  for (int c = first; c < last; ++c) {
+    const F weight = exp2(fma(load(scores + c * kChunk), scale, less));
+    total += weight;
+    store(scores + c * kChunk, weight);
+  }
+  sum = reduce_add(total);
+  return top;
+}
+
+// How much the parts so far and a new one count once they are relative to the higher of their highest scores.
+struct Fade {
+  float old, fresh;
+};
+
+// The one place where parts are merged: see the top of the file.
+OCTAVO_INLINE Fade merge(float& highest, float& sum, float new_highest, float new_sum) {
+  const float top = most(highest, new_highest);
+  F x = {};
+  x[0] = highest - top;
+  x[1] = new_highest - top;
+  const F y = exp2(x);
+  highest = top;
+  sum = fma(set1(sum), set1(y[0]), set1(new_sum) * set1(y[1]))[0];
+  return {y[0], y[1]};
+}
+OCTAVO_INLINE F merge(F old, F fresh, const Fade& fade) { return fma(old, set1(fade.old), fresh * set1(fade.fresh)); }
+
+// C vectors of the rows' weighted values from dimension d on, merged into what the rows have (whole) or put aside.
+// Meanwhile the next keys come closer: as many lines as are read here.
+template <class T, int R, int C>
+OCTAVO_INLINE void add_values(const Walk& walk, const Keys<T>& keys, int first, int last,
+                              const float (&weights)[R][kPartition], const Fade (&fades)[R], float* const (&outs)[R],
+                              std::int64_t d) {
+  F sum[R][C] = {};
+  for (int c = first; c < last; ++c) {
+    const float* rows[R];
+    const typename T::Stored* columns[C];
+    Ahead<T, C> ahead{{}, walk.wide / W * keys.key_stride};
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) rows[r] = weights[r] + c * kChunk;
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      columns[i] = keys.value[c] + (d + i * W) * T::step;
+      ahead.line[i] = keys.next[c] + (d / W + i) * keys.key_stride;
+    }
+    multiply<T, R, C>(sum, rows, columns, keys.value_stride, kChunk / T::step, ahead);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    if (outs[r] == nullptr) continue;
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      float* const out = outs[r] + d + i * W;
+      const std::int64_t n = walk.args->head_dim - d - i * W;
+      store_up_to(out, walk.whole ? merge(load_up_to(out, n), sum[r][i], fades[r]) : sum[r][i], n);
+    }
+  }
+}
+
+// Where a row's part of this partition goes: into its result, or to its place among the parts. Null if it sees nothing.
+OCTAVO_INLINE float* settle(const Walk& walk, Row& row, bool blind, float top, float sum, Fade& fade) {
+  if (walk.whole) {
+    fade = merge(row.highest, row.sum, top, sum);
+    return row.out;
+  }
+  if (blind) return nullptr;
+  float* const part = row.out + (row.seen->partial + walk.partition) * walk.partial_stride;
+  part[walk.args->head_dim] = top;
+  part[walk.args->head_dim + 1] = sum;
+  return part;
+}
+
+// R rows and the keys of a partition: scores, weights, weighted values.
+template <class T, int R>
+void attend(const Walk& walk, const Keys<T>& keys, Row* rows) {
+  const std::int64_t origin = walk.partition * kPartition;
+  const float* queries[R];
+  int begin[R], end[R], first = kChunks, last = 0;
+  for (int r = 0; r < R; ++r) {
+    queries[r] = rows[r].query;
+    begin[r] = static_cast<int>(most<std::int64_t>(rows[r].seen->begin - origin, 0));
+    end[r] = static_cast<int>(least<std::int64_t>(rows[r].seen->end - origin, kPartition));
+    if (begin[r] >= end[r]) continue;
+    first = least(first, begin[r] / kChunk);
+    last = most(last, (end[r] + kChunk - 1) / kChunk);
+  }
+  if (first >= last) return;
+
+  alignas(64) float scores[R][kPartition];  // and soon weights
+  int c = first;
+  for (; c + kColumns / 2 < last; c += kColumns) score<T, R, kColumns>(keys, c, last, queries, walk.wide, scores);
+  if (c < last) score<T, R, kColumns / 2>(keys, c, last, queries, walk.wide, scores);
+
+  Fade fades[R] = {};
+  float* outs[R];
+  for (int r = 0; r < R; ++r) {
+    float sum;
+    const float top = weigh(scores[r], first, last, begin[r], end[r], walk.scoring, sum);
+    outs[r] = settle(walk, rows[r], begin[r] >= end[r], top, sum, fades[r]);
+  }
+
+  std::int64_t d = 0;
+  for (; d + kColumns * W <= walk.wide; d += kColumns * W)
+    add_values<T, R, kColumns>(walk, keys, first, last, scores, fades, outs, d);
+  for (; d + kColumns / 2 * W <= walk.wide; d += kColumns / 2 * W)
+    add_values<T, R, kColumns / 2>(walk, keys, first, last, scores, fades, outs, d);
+  for (; d < walk.wide; d += W) add_values<T, R, 1>(walk, keys, first, last, scores, fades, outs, d);
+}
+
+template <class T, int R>
+OCTAVO_INLINE void attend_up_to(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t n) {
+  if constexpr (R > 1) {
+    if (n < R) return attend_up_to<T, R - 1>(walk, keys, rows, n);
+  }
+  attend<T, R>(walk, keys, rows);
+}
+
+// --- works ----------------------------------------------------------------------------------------------------------
+
+OCTAVO_INLINE void finish(float* out, float sum, std::int64_t dim) {
+  const F inverse = set1(1.0f / sum);
+  for (std::int64_t d = 0; d < dim; d += W) store_up_to(out + d, load_up_to(out + d, dim - d) * inverse, dim - d);
+}
+
+// Row i of a work: of its queries' heads that share a key/value head, one token's after another's.
+OCTAVO_INLINE Row row_of(const AttentionArgs& a, const Query* queries, std::int64_t head, std::int64_t i, bool whole) {
+  const std::int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim;
+  const Query& query = queries[i / group];
+  const std::int64_t h = head * group + i % group;
+  float* const out = whole ? a.out + query.token * a.out_stride + h * dim : a.plan->partials + h * (dim + 2);
+  if (whole) std::memset(out, 0, static_cast<std::size_t>(dim) * sizeof *out);
+  return {a.plan->queries + (query.token * a.num_heads + h) * whole_vectors(dim), &query, out, kLowest, 0.0f};
+}
+
+// The tokens of a partition that any of the rows sees.
+OCTAVO_INLINE void span(const Row* rows, std::int64_t count, std::int64_t partition, std::int64_t& begin,
+                        std::int64_t& end) {
+  begin = (partition + 1) * kPartition;
+  end = partition * kPartition;
+  const std::int64_t lowest = end, highest = begin;
+  for (std::int64_t i = 0; i < count; ++i) {
+    begin = least<std::int64_t>(begin, rows[i].seen->begin);
+    end = most<std::int64_t>(end, rows[i].seen->end);
+  }
+  begin = most(begin, lowest);
+  end = least(end, highest);
+}
+
+// Rows of a work through all its partitions, one after another. `next`: what this thread is likely to read after them.
+template <class T>
+void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::int64_t count, const Place& next,
+               typename T::Stored* tile) {
+  const AttentionArgs& a = *walk.args;
+  const Layout<T> at(a);
+  const std::int32_t* table = a.plan->step.block_tables + work.sequence * a.plan->step.table_stride;
+  for (std::int64_t p = work.first_partition; p < work.end_partition; ++p) {
+    std::int64_t begin, end;
+    span(rows, count, p, begin, end);
+    if (begin >= end) continue;
+    Keys<T> keys;
+    find(at, table, head, p, begin, end, tile, keys);
+    look_ahead(at, a.plan->step, p + 1 < work.end_partition ? Place{work.sequence, head, p + 1} : next, keys);
+    walk.partition = p;
+    for (std::int64_t i = 0; i < count; i += kRows)
+      attend_up_to<T, kRows>(walk, keys, rows + i, least<std::int64_t>(kRows, count - i));
+  }
+}
+
+template <class T>
+void do_work(const AttentionArgs& a, const Work& work, const Query* queries, std::int64_t head, const Place& next,
+             typename T::Stored* tile) {
+  const std::int64_t count = work.num_queries * (a.num_heads / a.num_kv_heads), dim = a.head_dim;
+  Walk walk{&a, scoring_of(a), whole_vectors(dim), a.num_heads * (dim + 2), 0, work.whole};
+  Row rows[kSegment];
+  for (std::int64_t first = 0; first < count; first += kSegment) {
+    const std::int64_t n = least<std::int64_t>(kSegment, count - first);
+    for (std::int64_t i = 0; i < n; ++i) rows[i] = row_of(a, queries, head, first + i, work.whole);
+    walk_rows<T>(walk, work, head, rows, n, next, tile);
+    for (std::int64_t i = 0; work.whole && i < n; ++i) finish(rows[i].out, rows[i].sum, dim);
+  }
+}
+
+// The parts of one head of one query, merged in the order of the context.
+OCTAVO_INLINE void merge_parts(const AttentionArgs& a, const Merge& m, std::int64_t head) {
+  const std::int64_t dim = a.head_dim, stride = a.num_heads * (dim + 2);
+  const float* part = a.plan->partials + m.first_partial * stride + head * (dim + 2);
+  float* out = a.out + m.token * a.out_stride + head * dim;
+  std::memset(out, 0, static_cast<std::size_t>(dim) * sizeof *out);
+  float highest = kLowest, sum = 0.0f;
+  for (std::int64_t p = 0; p < m.num_partials; ++p, part += stride) {
+    const Fade fade = merge(highest, sum, part[dim], part[dim + 1]);
+    for (std::int64_t d = 0; d < dim; d += W) {
+      const std::int64_t n = dim - d;
+      store_up_to(out + d, merge(load_up_to(out + d, n), load_up_to(part + d, n), fade), n);
+    }
+  }
+  finish(out, sum, dim);
+}
+
+// The planner was told of every layer's window, so it is there.
+OCTAVO_INLINE const Schedule& schedule_of(const AttentionArgs& a) {
+  const Schedule* schedule = a.plan->schedules;
+  while (schedule->window != a.window) ++schedule;
+  return *schedule;
+}
+
+template <class T>
+void run(const AttentionArgs& a, Team& team, int thread) {
+  const std::int64_t tokens = a.plan->step.tokens;
+  write<T>(a, tokens * thread / team.size(), tokens * (thread + 1) / team.size());
+  team.barrier();
+  const Schedule& schedule = schedule_of(a);
+  typename T::Stored* tile = reinterpret_cast<typename T::Stored*>(a.plan->tiles + thread * a.plan->tile_bytes);
+  const std::int64_t works = schedule.num_works * a.num_kv_heads;
+  for (std::int64_t i; (i = team.claim()) < works;) {
+    const Work& work = schedule.works[i / a.num_kv_heads];
+    // Threads take works in turn, more or less: a good guess at the one after this, without taking it from the others.
+    const std::int64_t guess = least(i + team.size(), works - 1);
+    const Work& after = schedule.works[guess / a.num_kv_heads];
+    do_work<T>(a, work, schedule.queries + work.first_query, i % a.num_kv_heads,
+               {after.sequence, guess % a.num_kv_heads, after.first_partition}, tile);
+  }
+  if (schedule.num_merges == 0) return;
+  team.barrier();
+  const std::int64_t merges = schedule.num_merges * a.num_heads;
+  for (std::int64_t i; (i = team.claim()) < merges;)
+    merge_parts(a, schedule.merges[i / a.num_heads], i % a.num_heads);
+}
+
+}  // namespace attend
+
+// Rotates q and k, writes k and v to the step's slots, and attends causally over each sequence's blocks. The planner must
+// know the layer's heads and window; `scale` is above 0; `out` may be `q`.
+inline void attention(const AttentionArgs& a, Team& team, int thread) {
+  switch (a.cache.type) {
+    case KvType::bf16: return attend::run<attend::Bf16>(a, team, thread);
+    case KvType::f16: return attend::run<attend::F16>(a, team, thread);
+    case KvType::f32: return attend::run<attend::F32>(a, team, thread);
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

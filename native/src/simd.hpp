@@ -1,0 +1,261 @@
+// Vectors of the instruction set this file is compiled for, and the few operations the kernels are made of.
+//
+// Included only by kernels.cpp, which is compiled once per instruction set: everything lies in the namespace of that
+// set, and nothing here may come from the standard library's templates, whose copies the linker would share among sets.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace octavo::OCTAVO_ISA {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+using F = float __attribute__((vector_size(4 * W)));
+using I = std::int32_t __attribute__((vector_size(4 * W)));
+using U = std::uint32_t __attribute__((vector_size(4 * W)));
+using H = std::uint16_t __attribute__((vector_size(2 * W)));  // as many halves
+
+#define OCTAVO_INLINE inline __attribute__((always_inline))
+
+template <class T>
+OCTAVO_INLINE T least(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+OCTAVO_INLINE T most(T a, T b) {
+  return a < b ? b : a;
+}
+
+// --- making, loading, storing ---------------------------------------------------------------------------------------
+
+OCTAVO_INLINE F set1(float x) {
+#if defined(__AVX512F__)
+  return (F)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (F)_mm256_set1_ps(x);
+#else
+  F v;
+  for (int i = 0; i < W; ++i) v[i] = x;
+  return v;
+#endif
+}
+OCTAVO_INLINE I set1(std::int32_t x) { return I{} + x; }
+// Zero by the one instruction that takes no time; compilers copy a zero they hold, which may.
+OCTAVO_INLINE I zero() {
+#if defined(__AVX512F__)
+  I v;
+  asm volatile("vpxord %0, %0, %0" : "=v"(v));
+  return v;
+#else
+  return I{};
+#endif
+}
+OCTAVO_INLINE I lanes() {
+  I v;
+  for (int i = 0; i < W; ++i) v[i] = i;
+  return v;
+}
+
+template <class V>
+OCTAVO_INLINE V load_as(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+OCTAVO_INLINE F load(const float* p) { return load_as<F>(p); }
+OCTAVO_INLINE I load(const std::int32_t* p) { return load_as<I>(p); }
+template <class V>
+OCTAVO_INLINE void store_as(void* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+OCTAVO_INLINE void store(float* p, F v) { store_as(p, v); }
+OCTAVO_INLINE void store(std::int32_t* p, I v) { store_as(p, v); }
+
+// The first n lanes only (n from 0 to W); the others load as 0.
+OCTAVO_INLINE F load_some(const float* p, std::int64_t n) {
+#if defined(__AVX512F__)
+  return (F)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
+  F v = {};
+  for (std::int64_t i = 0; i < n; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+OCTAVO_INLINE void store_some(float* p, F v, std::int64_t n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
+  for (std::int64_t i = 0; i < n; ++i) p[i] = v[i];
+#endif
+}
+
+// --- conversions ----------------------------------------------------------------------------------------------------
+
+OCTAVO_INLINE F as_float(I v) { return (F)v; }
+OCTAVO_INLINE I as_int(F v) { return (I)v; }
+OCTAVO_INLINE F to_float(I v) { return __builtin_convertvector(v, F); }
+OCTAVO_INLINE I widen(H v) { return __builtin_convertvector(v, I); }
+
+// Nearest integer, ties to even; |x| < 2^22.
+OCTAVO_INLINE I round_to_int(F x) {
+  const F magic = set1(12582912.0f);
+  return as_int(x + magic) - as_int(magic);
+}
+
+OCTAVO_INLINE F load_bf16(const std::uint16_t* p) { return as_float(widen(load_as<H>(p)) << 16); }
+
+// Rounded to the nearest, ties to even; NaN stays NaN.
+OCTAVO_INLINE H to_bf16(F x) {
+  const U u = (U)x;
+  const U rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const U quiet = (u >> 16) | 0x40u;
+  return __builtin_convertvector((U)(x == x ? (I)rounded : (I)quiet), H);
+}
+OCTAVO_INLINE float bf16_to_float(std::uint16_t h) {
+  const std::uint32_t u = (std::uint32_t)h << 16;
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+OCTAVO_INLINE std::uint16_t bf16_of(float x) {
+  std::uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if (x != x) return (std::uint16_t)((u >> 16) | 0x40u);
+  return (std::uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+OCTAVO_INLINE F load_f16(const std::uint16_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps(load_as<__m256i>(p));
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+  // Exponent and mantissa moved into place, then scaled by 2^112, which also makes subnormals right (F. Giesen).
+  const U h = (U)widen(load_as<H>(p));
+  const F magnitude = (F)((h & 0x7fffu) << 13) * set1(0x1p112f);
+  const I infinite = (I)((h & 0x7c00u) == 0x7c00u);
+  const U bits = (U)magnitude | ((U)infinite & 0x7f800000u) | ((h & 0x8000u) << 16);
+  return (F)bits;
+#endif
+}
+OCTAVO_INLINE H to_f16(F x) {
+#if defined(__AVX512F__)
+  return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+  return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const U u = (U)x, sign = u & 0x80000000u, magnitude = u ^ sign;
+  const U subnormal = (U)((F)magnitude + set1(0.5f)) - 0x3f000000u;  // adding 0.5 rounds at 2^-24
+  const U normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const U infinite = ((U)(magnitude > 0x7f800000u) & 0x200u) | 0x7c00u;
+  U half = (U)((magnitude < 0x38800000u) ? (I)subnormal : (I)normal);
+  half = (U)((magnitude >= 0x47800000u) ? (I)infinite : (I)half);
+  return __builtin_convertvector(half | (sign >> 16), H);
+#endif
+}
+
+// --- arithmetic -----------------------------------------------------------------------------------------------------
+
+OCTAVO_INLINE F fma(F a, F b, F c) {
+#if defined(__AVX512F__)
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+// Of a NaN and a number, the second argument.
+OCTAVO_INLINE F max(F a, F b) { return a > b ? a : b; }
+OCTAVO_INLINE F min(F a, F b) { return a < b ? a : b; }
+OCTAVO_INLINE F abs(F a) { return as_float(as_int(a) & set1((std::int32_t)0x7fffffff)); }
+
+OCTAVO_INLINE float reduce_add(F v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float lane[W];
+  store(lane, v);
+  for (int n = W / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
+  return lane[0];
+#endif
+}
+OCTAVO_INLINE float reduce_max(F v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float lane[W];
+  store(lane, v);
+  for (int n = W / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) lane[i] = most(lane[i], lane[i + n]);
+  return lane[0];
+#endif
+}
+
+// e^x to about 1e-7 relative: 2^n * p(r), |r| <= ln(2)/2 (Cephes' expf). 0 below -87.3; +inf is not made: x is bounded at 88.3.
+OCTAVO_INLINE F exp(F x) {
+  const F bounded = max(set1(-87.3f), min(set1(88.3f), x));
+  const I n = round_to_int(bounded * set1(1.44269504088896341f));
+  const F whole = to_float(n);
+  F r = fma(whole, set1(-0.693359375f), bounded);
+  r = fma(whole, set1(2.12194440e-4f), r);
+  F p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, r * r, r + set1(1.0f));
+  const F y = as_float(as_int(p) + (n << 23));
+  return x == x ? (x < set1(-87.3f) ? set1(0.0f) : y) : x;
+}
+// 1 / x to float32's last digit or two, for x from 1 to 2^126: what divisions of whole vectors cost ten times as much.
+OCTAVO_INLINE F inverse(F x) {
+#if defined(__AVX512F__)
+  F y = (F)_mm512_rcp14_ps((__m512)x);
+  y = fma(y, fma(F{} - x, y, set1(1.0f)), y);  // each step of Newton's doubles the 14 bits
+  return fma(y, fma(F{} - x, y, set1(1.0f)), y);
+#else
+  return set1(1.0f) / x;
+#endif
+}
+OCTAVO_INLINE F tanh(F x) {
+  const F e = exp(abs(x) * set1(2.0f));
+  const F y = fma(set1(-2.0f), inverse(e + set1(1.0f)), set1(1.0f));
+  return as_float(as_int(y) | (as_int(x) & set1((std::int32_t)0x80000000)));
+}
+
+// --- dot products inside lanes --------------------------------------------------------------------------------------
+
+// acc + the four products of each lane's unsigned bytes of u with the signed bytes of s, exactly.
+OCTAVO_INLINE I dot_u8s8(I acc, I u, I s) {
+#if defined(__AVX512VNNI__)
+  return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  // Sums of two products saturate at 16 bits, which seven bits of u cannot reach: the eighth goes by itself.
+  const __m256i ones = _mm256_set1_epi16(1), bytes = (__m256i)s;
+  const __m256i low = _mm256_and_si256((__m256i)u, _mm256_set1_epi8(0x7f));
+  const __m256i top = _mm256_and_si256(_mm256_srli_epi16((__m256i)u, 7), _mm256_set1_epi8(1));
+  const __m256i of_low = _mm256_madd_epi16(_mm256_maddubs_epi16(low, bytes), ones);
+  const __m256i of_top = _mm256_madd_epi16(_mm256_maddubs_epi16(top, bytes), ones);
+  return acc + (I)of_low + ((I)of_top << 7);
+#else
+  for (int i = 0; i < 4; ++i) {
+    const I a = (I)(((U)u >> (8 * i)) & 0xffu), b = (s << (24 - 8 * i)) >> 24;
+    acc += a * b;
+  }
+  return acc;
+#endif
+}
+
+}  // namespace octavo::OCTAVO_ISA

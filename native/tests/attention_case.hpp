@@ -1,0 +1,223 @@
+// Random steps for the attention kernel, and what they should give by brute force in double. Knows not the inside of a
+// block, nor partitions: caches are filled by the kernel's own writes, every other slot holds NaN.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "attention.hpp"
+#include "plan.hpp"
+#include "team.hpp"
+
+namespace octavo::testing {
+
+namespace isa = octavo::OCTAVO_ISA;
+
+struct Shape {
+  KvType type = KvType::f32;
+  int num_kv_heads = 1, group = 1, head_dim = 64, block_size = 16;
+  std::int64_t window = 0;
+  float softcap = 0.0f;
+  int rotated = 64;  // dimensions; 0: none
+};
+
+// Tokens [begin, end) of a sequence, computed in one step.
+struct Piece {
+  int sequence;
+  int begin, end;
+};
+using Steps = std::vector<std::vector<Piece>>;
+
+inline float round_to(KvType type, float x) {
+  if (type == KvType::f32) return x;
+  float in[isa::W] = {x}, out[isa::W];
+  isa::H half = type == KvType::bf16 ? isa::to_bf16(isa::load(in)) : isa::to_f16(isa::load(in));
+  std::uint16_t halves[isa::W];
+  isa::store_as(halves, half);
+  isa::store(out, type == KvType::bf16 ? isa::load_bf16(halves) : isa::load_f16(halves));
+  return out[0];
+}
+
+// Sequences of random queries, keys and values. The first `shared` tokens of all are those of sequence 0.
+class Case {
+ public:
+  Case(const Shape& shape, std::vector<int> lengths, int shared, unsigned seed)
+      : shape_(shape), lengths_(std::move(lengths)), shared_(shared), random_(seed) {
+    for (std::size_t s = 0; s < lengths_.size(); ++s) {
+      const auto fill = [&](int heads, float size) {
+        std::normal_distribution<float> normal(0.0f, size);
+        std::vector<float> x(static_cast<std::size_t>(lengths_[s] * heads * shape_.head_dim));
+        for (float& value : x) value = normal(random_);
+        return x;
+      };
+      q_.push_back(fill(shape_.num_kv_heads * shape_.group, 2.0f));
+      k_.push_back(fill(shape_.num_kv_heads, 1.0f));
+      v_.push_back(fill(shape_.num_kv_heads, 1.0f));
+      if (s == 0) continue;
+      std::copy_n(q_[0].begin(), shared_ * query_width(), q_[s].begin());
+      std::copy_n(k_[0].begin(), shared_ * key_width(), k_[s].begin());
+      std::copy_n(v_[0].begin(), shared_ * key_width(), v_[s].begin());
+    }
+    for (int i = 0; i < shape_.rotated / 2; ++i)
+      inv_freq_.push_back(static_cast<float>(std::pow(10000.0, -2.0 * i / shape_.rotated)));
+  }
+
+  // Runs the steps on a fresh cache and returns the outputs, NaN where no step computed them.
+  // `fork`: the blocks of the shared tokens are one another's, not copies.
+  std::vector<std::vector<float>> run(const Steps& steps, int threads, bool fork) {
+    make_cache(fork);
+    std::vector<std::vector<float>> out;
+    for (const auto& q : q_) out.emplace_back(q.size(), NAN);
+    AttentionPlanner planner(shape_.block_size);
+    const int heads = shape_.num_kv_heads * shape_.group;
+    const int rope = shape_.rotated ? planner.add_rope(inv_freq_.data(), shape_.rotated / 2, 1.25f, 1 << 20) : -1;
+    planner.add_layer(heads, shape_.num_kv_heads, shape_.head_dim, shape_.window);
+    for (const std::vector<Piece>& pieces : steps) step(planner, rope, pieces, threads, out);
+    return out;
+  }
+
+  // The right outputs of a token, and the largest value it could see (what errors are relative to).
+  std::vector<double> expect(int sequence, int token, double* largest) const {
+    const int heads = shape_.num_kv_heads * shape_.group, dim = shape_.head_dim;
+    std::vector<double> out(static_cast<std::size_t>(heads * dim));
+    const int begin = shape_.window > 0 ? std::max<int>(0, token + 1 - static_cast<int>(shape_.window)) : 0;
+    *largest = 0;
+    for (int h = 0; h < heads; ++h) {
+      const auto q = turn(&q_[at(sequence)][at(token * query_width() + h * dim)], token, KvType::f32);
+      std::vector<double> scores;
+      for (int t = begin; t <= token; ++t) {
+        const auto k = turn(&k_[at(sequence)][at(t * key_width() + h / shape_.group * dim)], t, shape_.type);
+        double score = 0;
+        for (int i = 0; i < dim; ++i) score += q[at(i)] * k[at(i)];
+        score *= scale();
+        if (shape_.softcap > 0) score = shape_.softcap * std::tanh(score / shape_.softcap);
+        scores.push_back(score);
+      }
+      const double top = *std::max_element(scores.begin(), scores.end());
+      double total = 0;
+      for (double& score : scores) total += score = std::exp(score - top);
+      for (int t = begin; t <= token; ++t) {
+        for (int i = 0; i < dim; ++i) {
+          const double v = round_to(shape_.type, v_[at(sequence)][at(t * key_width() + h / shape_.group * dim + i)]);
+          out[at(h * dim + i)] += scores[at(t - begin)] / total * v;
+          *largest = std::max(*largest, std::abs(v));
+        }
+      }
+    }
+    return out;
+  }
+
+  const std::vector<int>& lengths() const { return lengths_; }
+  int query_width() const { return shape_.num_kv_heads * shape_.group * shape_.head_dim; }
+
+ private:
+  static std::size_t at(int i) { return static_cast<std::size_t>(i); }
+  int key_width() const { return shape_.num_kv_heads * shape_.head_dim; }
+  float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)); }
+
+  std::vector<double> turn(const float* x, int position, KvType type) const {
+    std::vector<double> y(x, x + shape_.head_dim);
+    const int half = shape_.rotated / 2;
+    for (int i = 0; i < half; ++i) {  // in float, like the reference: what is rounded next must be the same number
+      const float angle = static_cast<float>(position) * inv_freq_[at(i)];
+      const float c = std::cos(angle) * 1.25f, s = std::sin(angle) * 1.25f;
+      y[at(i)] = x[i] * c - x[i + half] * s;
+      y[at(i + half)] = x[i + half] * c + x[i] * s;
+    }
+    for (double& value : y) value = type == KvType::f32 ? value : round_to(type, static_cast<float>(value));
+    return y;
+  }
+
+  void make_cache(bool fork) {
+    const int size = shape_.block_size;
+    int blocks = 1;  // block 0 stays NaN and stands for those that are given back
+    std::vector<int> ids;
+    for (int length : lengths_) blocks += (length + size - 1) / size;
+    for (int i = 1; i < blocks; ++i) ids.push_back(i);
+    std::shuffle(ids.begin(), ids.end(), random_);
+    tables_.clear();
+    for (int length : lengths_) {
+      tables_.emplace_back();
+      for (int b = 0; b < (length + size - 1) / size; ++b) {
+        const bool same = fork && tables_.size() > 1 && (b + 1) * size <= shared_;
+        tables_.back().push_back(same ? tables_[0][at(b)] : ids.back());
+        if (!same) ids.pop_back();
+      }
+    }
+    const std::size_t element = shape_.type == KvType::f32 ? 4 : 2;
+    cache_.assign(at(blocks * 2 * kLayers) * at(key_width() * size) * element, 0xff);
+    num_blocks_ = blocks;
+  }
+
+  void step(AttentionPlanner& planner, int rope, const std::vector<Piece>& pieces, int threads,
+            std::vector<std::vector<float>>& out) {
+    const int size = shape_.block_size;
+    std::vector<std::int32_t> positions, slots, starts{0}, lens, tables;
+    std::size_t longest = 0;
+    for (const auto& table : tables_) longest = std::max(longest, table.size());
+    std::vector<float> q, k, v;
+    for (const Piece& piece : pieces) {
+      const std::vector<std::int32_t>& table = tables_[at(piece.sequence)];
+      for (int t = piece.begin; t < piece.end; ++t) {
+        positions.push_back(t);
+        slots.push_back(table[at(t / size)] * size + t % size);
+        const auto row = [&](std::vector<float>& to, const std::vector<float>& from, int width) {
+          to.insert(to.end(), from.begin() + t * width, from.begin() + (t + 1) * width);
+          to.insert(to.end(), 3, NAN);  // rows may be runs of columns of wider ones
+        };
+        row(q, q_[at(piece.sequence)], query_width());
+        row(k, k_[at(piece.sequence)], key_width());
+        row(v, v_[at(piece.sequence)], key_width());
+      }
+      starts.push_back(starts.back() + piece.end - piece.begin);
+      lens.push_back(piece.end);
+      for (std::size_t b = 0; b < longest; ++b) {
+        const bool own = b < table.size() && static_cast<int>(b) * size < piece.end;
+        const bool given_back = shape_.window > 0 && static_cast<int>(b + 1) * size <= piece.begin + 1 - shape_.window;
+        tables.push_back(own && !given_back ? table[b] : 0);
+      }
+    }
+    const std::int64_t tokens = starts.back();
+    const StepView view{nullptr, positions.data(), slots.data(), starts.data(), lens.data(), tables.data(),
+                        static_cast<std::int64_t>(longest), nullptr, tokens,
+                        static_cast<std::int64_t>(pieces.size()), 0};
+    AttentionPlan* plan = planner.begin(view, threads);
+    const std::int64_t stride = query_width() + 5;
+    std::vector<float> result(static_cast<std::size_t>(tokens * stride), NAN);
+    const AttentionArgs args{.q = q.data(), .k = k.data(), .v = v.data(),
+                             .q_stride = query_width() + 3, .k_stride = key_width() + 3, .v_stride = key_width() + 3,
+                             .cache = {cache_.data(), shape_.type, num_blocks_, kLayers, shape_.num_kv_heads, size,
+                                       shape_.head_dim},
+                             .layer = 1, .plan = plan, .num_heads = shape_.num_kv_heads * shape_.group,
+                             .num_kv_heads = shape_.num_kv_heads, .head_dim = shape_.head_dim, .scale = scale(),
+                             .window = shape_.window, .softcap = shape_.softcap, .rope = rope,
+                             .out = result.data(), .out_stride = stride};
+    Team team(threads);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int thread = 0; thread < threads; ++thread) {
+      planner.rotate(team, thread);
+      team.barrier();
+      isa::kKernels.attention(args, team, thread);
+    }
+    const float* row = result.data();
+    for (const Piece& piece : pieces)
+      for (int t = piece.begin; t < piece.end; ++t, row += stride)
+        std::copy_n(row, query_width(), out[at(piece.sequence)].begin() + t * query_width());
+  }
+
+  static constexpr int kLayers = 2;
+  const Shape shape_;
+  const std::vector<int> lengths_;
+  const int shared_;
+  std::mt19937 random_;
+  std::vector<std::vector<float>> q_, k_, v_;
+  std::vector<float> inv_freq_;
+  std::vector<std::vector<std::int32_t>> tables_;
+  std::vector<std::uint8_t> cache_;
+  std::int64_t num_blocks_ = 0;
+};
+
+}  // namespace octavo::testing

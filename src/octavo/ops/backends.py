@@ -1,0 +1,49 @@
+"""Which backend an engine's settings ask for. Imports a backend only when it is chosen; knows no model."""
+
+from __future__ import annotations
+
+import warnings
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.ops.interface import Ops
+
+
+def choose(config: EngineConfig) -> Ops:
+    """The operations for an engine of these settings.
+
+    "auto" takes the native kernels, and where this installation has none, the NumPy reference with a warning, as the
+    answers are the same. Raises ConfigError for kernels that are not there, and for what a backend cannot do.
+    """
+    if config.backend != "reference":
+        try:
+            return _native(config)
+        except ImportError as error:
+            lacking = f"This installation has no native kernels ({error})"
+            if config.backend == "native":
+                raise ConfigError(f"{lacking}; reinstall octavo, or set backend to reference.") from None
+            warnings.warn(f"{lacking}: computing in NumPy, many times slower.", RuntimeWarning, stacklevel=2)
+    return _reference(config)
+
+
+def _native(config: EngineConfig) -> Ops:
+    """Deterministic without being asked: no sum depends on the batch or the threads."""
+    from octavo.ops.native import NativeOps
+
+    try:
+        return NativeOps("bf16" if config.kv_dtype == "auto" else config.kv_dtype, config.threads)
+    except ValueError as error:  # OCTAVO_ISA names what is not usable here
+        raise ConfigError(str(error)) from None
+
+
+def _reference(config: EngineConfig) -> Ops:
+    from octavo.ops import reference
+
+    if config.kv_dtype not in ("auto", "f32"):
+        raise ConfigError(f"kv_dtype is {config.kv_dtype}; the reference backend keeps keys and values as f32 only.")
+    if config.deterministic:
+        raise ConfigError(
+            "deterministic is True, but the reference backend adds by BLAS, whose rounding depends on the batch; "
+            "use the native backend."
+        )
+    return reference

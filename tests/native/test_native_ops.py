@@ -1,0 +1,195 @@
+"""Every operation of the seam on our kernels against the NumPy reference, at shapes that fill no vector."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.loading.storage import BY_NAME
+from octavo.loading.tensor import StoredTensor
+from octavo.ops import reference
+from octavo.ops.interface import Activation, AttentionSpec, CacheLayout, StepInput
+from octavo.ops.native import NativeOps
+from tests.models.paged import scattered_tables, step_of
+
+TOKENS = (1, 15, 17, 127)
+OPS = NativeOps("f32", 2)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def stored(values: np.ndarray, kind: str = "F32") -> StoredTensor:
+    """A tensor of these values as a file would give it in this storage type."""
+    storage = BY_NAME[kind]
+    raw: Any
+    if kind == "F32":
+        raw = values
+    elif kind == "F16":
+        raw = values.astype(np.float16)
+    elif kind == "BF16":
+        raw = ((values.view(np.uint32) + 0x7FFF) >> 16).astype(np.uint16)
+    else:
+        raw = quants.quantize(values, GGMLQuantizationType[kind])
+    return StoredTensor(kind, values.shape, kind, raw, storage.decode)
+
+
+def weights(*parts: StoredTensor) -> tuple[Any, Any]:
+    """Ours and the reference's."""
+    return OPS.linear_weight(parts), reference.linear_weight(parts)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(TOKENS),
+    st.integers(1, 70),
+    st.lists(st.tuples(st.integers(1, 40), st.sampled_from(["F32", "F16"])), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_products_with_float_weights(tokens: int, columns: int, parts: list[tuple[int, str]], biased: bool) -> None:
+    tensors = [stored(normal(n, columns, seed=n), kind) for n, kind in parts]
+    x, bias = normal(tokens, columns, seed=9), normal(sum(n for n, _ in parts), seed=8) if biased else None
+    ours, theirs = weights(*tensors)
+    np.testing.assert_allclose(OPS.linear(x, ours, bias), reference.linear(x, theirs, bias), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_products_with_activations_rounded_to_the_weights_kind(kind: str, tokens: int) -> None:
+    """Rounding x to 8 bits moves each element by up to 1/254 of its group's largest: at random, in 96 columns."""
+    ours, theirs = weights(stored(normal(50, 96), kind), stored(normal(17, 96, seed=1), kind))
+    x = normal(tokens, 96, seed=2)
+    want = reference.linear(x, theirs)
+    error = np.abs(OPS.linear(x, ours) - want)
+    assert error.max() < 0.35
+    assert error.mean() < 0.06
+    assert np.corrcoef(OPS.linear(x, ours).ravel(), want.ravel())[0, 1] > 0.9995
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_an_embedding_takes_rows_of_the_weight_that_products_use(kind: str) -> None:
+    tensors = [stored(normal(21, 64), kind), stored(normal(5, 64, seed=1), kind)]
+    ours, theirs = weights(*tensors)
+    ids = np.array([3, 0, 25, 20, 21, 3], np.int32)
+    np.testing.assert_allclose(OPS.embed(ours, ids), reference.embed(theirs, ids), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("columns", [1, 31, 33, 80])
+def test_norms(tokens: int, columns: int) -> None:
+    x, weight, bias = normal(tokens, columns) * 7 + 2, normal(columns, seed=1), normal(columns, seed=2)
+    np.testing.assert_allclose(OPS.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=2e-5)
+    np.testing.assert_allclose(
+        OPS.layer_norm(x, weight, bias, 1e-2), reference.layer_norm(x, weight, bias, 1e-2), atol=2e-5
+    )
+    heads = np.concatenate([x, x[:, ::-1] * 3, -x], axis=1)
+    np.testing.assert_allclose(OPS.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5), atol=2e-5)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("columns", [1, 31, 33, 80])
+def test_elementwise_operations(tokens: int, columns: int) -> None:
+    x, y = normal(tokens, columns) * 4, normal(tokens, columns, seed=1)
+    both = np.concatenate([x, y], axis=1)
+    np.testing.assert_array_equal(OPS.add(x, y), x + y)
+    np.testing.assert_array_equal(OPS.scale(x, 1.7), reference.scale(x, 1.7))
+    np.testing.assert_allclose(OPS.softcap(x, 3.0), reference.softcap(x, 3.0), atol=2e-6)
+    for kind in get_args(Activation):
+        np.testing.assert_allclose(OPS.activate(x, kind), reference.activate(x, kind), atol=3e-6)
+        np.testing.assert_allclose(OPS.gated(both, kind), reference.gated(both, kind), atol=1e-5)
+
+
+def test_columns_are_split_and_rows_taken() -> None:
+    x = normal(6, 10)
+    for mine, their in zip(OPS.split(x, (3, 5, 2)), reference.split(x, (3, 5, 2)), strict=True):
+        np.testing.assert_array_equal(OPS.to_numpy(OPS.scale(mine, 2.0)), their * 2)
+    np.testing.assert_array_equal(OPS.take_rows(x, np.array([4, 1, 4], np.int32)), x[[4, 1, 4]])
+    assert OPS.take_rows(x, np.array([], np.int32)).shape == (0, 10)
+
+
+def test_a_vector_is_joined_and_moved() -> None:
+    parts = [stored(normal(3)), stored(normal(4, seed=1))]
+    np.testing.assert_array_equal(OPS.vector(parts, offset=1.0), reference.vector(parts, offset=1.0))
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("spec", [(6, 2, 10, 4, None, 0.0), (3, 3, 17, 0, 5, 0.0), (9, 1, 64, 64, None, 2.0)])
+def test_attention_step_by_step(kv_type: Any, spec: tuple[int, int, int, int, int | None, float]) -> None:
+    """Prefill, a chunk, decode: outputs, and with f32 the very caches' worth of answers."""
+    heads, kv_heads, dim, rotated, window, cap = spec
+    ops = NativeOps(kv_type, 3)
+    layout = CacheLayout(2, kv_heads, 4, dim)
+    inv_freq = 50.0 ** -(np.arange(0, rotated, 2) / max(rotated, 1))
+    rope = {o: o.rope_table(inv_freq, 64, factor=1.2) if rotated else None for o in (ops, reference)}
+    tables, blocks = scattered_tables([21, 9, 1], 4, 3)
+    caches = {o: o.new_cache(blocks, layout) for o in (ops, reference)}
+    tolerance = 2e-5 if kv_type == "f32" else 0.06
+    for number, pieces in enumerate([[([0] * 20, 0), ([0] * 5, 0)], [([0], 20), ([0] * 4, 5), ([0], 0)]]):
+        step = step_of(pieces, tables[: len(pieces)], 4)
+        q, k, v = (
+            normal(len(step.slots), n * dim, seed=10 * number + i) for i, n in enumerate((heads, kv_heads, kv_heads))
+        )
+        got, want = (
+            o.attention(
+                q,
+                k,
+                v,
+                caches[o],
+                1,
+                o.plan(step),
+                AttentionSpec(heads, kv_heads, dim, dim**-0.5, window=window, softcap=cap or None, rope=rope[o]),
+            )
+            for o in (ops, reference)
+        )
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16"])
+def test_blocks_are_as_large_as_said_and_copied_whole(kv_type: Any) -> None:
+    ops, layout = NativeOps(kv_type, 2), CacheLayout(3, 2, 4, 5)
+    source, target = ops.new_cache(4, layout), ops.new_cache(3, layout)
+    assert ops.block_bytes(layout) == 3 * 2 * 2 * 4 * 5 * (4 if kv_type == "f32" else 2)
+    assert source.blocks.shape == (4, ops.block_bytes(layout))
+    assert not source.blocks.any()
+    source.blocks[:] = np.arange(1, 5)[:, None]
+    ops.copy_blocks(source, target, np.array([[3, 0], [1, 2]], np.int32))
+    assert target.blocks[:, [0, -1]].tolist() == [[4, 4], [0, 0], [2, 2]]
+    ops.copy_blocks(source, source, np.array([[0, 1], [1, 2], [2, 0]], np.int32))
+    assert source.blocks[:, 7].tolist() == [3, 1, 2, 4]
+    for bad in ([[4, 0]], [[0, 3]], [[-1, 0]]):
+        with pytest.raises(ValueError, match="no block"):
+            ops.copy_blocks(source, target, np.array(bad, np.int32))
+
+
+def test_memory_that_cannot_be_had_is_an_error() -> None:
+    with pytest.raises(MemoryError):
+        OPS.new_cache(2**40, CacheLayout(30, 8, 16, 128))
+
+
+def test_what_does_not_fit_together_is_named() -> None:
+    weight = OPS.linear_weight([stored(normal(7, 5))])
+    with pytest.raises(ValueError, match="6 columns, but its weight has 5"):
+        OPS.linear(normal(2, 6), weight)
+    with pytest.raises(ValueError, match="8 elements, but its weight 7 rows"):
+        OPS.linear(normal(2, 5), weight, normal(8))
+    with pytest.raises(ValueError, match="divide"):
+        OPS.rms_norm(normal(2, 7), normal(4), 1e-5)
+    with pytest.raises(ValueError, match="token_ids has 7"):
+        OPS.embed(weight, np.array([0, 7], np.int32))
+    with pytest.raises(ValueError, match="3 rows where 2 belong"):
+        OPS.add(normal(2, 5), normal(3, 5))
+
+
+def test_no_rows_are_no_work() -> None:
+    weight = OPS.linear_weight([stored(normal(7, 5))])
+    assert OPS.linear(normal(0, 5), weight).shape == (0, 7)
+    empty = np.zeros(0, np.int32)
+    step = StepInput(empty, empty, empty, np.zeros(1, np.int32), empty, np.zeros((0, 0), np.int32), empty)
+    cache, spec = OPS.new_cache(1, CacheLayout(1, 1, 4, 5)), AttentionSpec(1, 1, 5, 1.0)
+    assert OPS.attention(normal(0, 5), normal(0, 5), normal(0, 5), cache, 0, OPS.plan(step), spec).shape == (0, 5)
