@@ -10,6 +10,8 @@ import statistics
 import time
 from itertools import count
 
+import numpy as np
+
 from octavo.engine.batch import Batch
 from octavo.engine.request import Request, Sequence, State
 from octavo.engine.scheduler import PreemptionCost, Scheduler, StepPlan
@@ -63,11 +65,12 @@ def main() -> None:
         planned = time.perf_counter()
         batch.join(plan.sequences)
         batch.prepare(plan)
-        batch.advance(plan)
+        batch.advance()
         prepared = time.perf_counter()
         commit(scheduler, plan)
+        rows = np.array([seq.row for seq in plan.sequences])
         committed = time.perf_counter()
-        batch.append(plan.sequences)
+        batch.append(rows, [seq.tokens[-1] for seq in plan.sequences])
         array_ms.append(1e3 * (prepared - planned + time.perf_counter() - committed))
         plan_ms.append(1e3 * (planned - begin + committed - prepared))
         if step == 0:
