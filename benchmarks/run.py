@@ -25,12 +25,8 @@ from workload import WARM_UP, BadWorkloadError, Request, Workload, read, result_
 
 def main() -> None:
     """Load the model once, warm it up, run each workload. What cannot be run is one sentence, and exit code 2."""
-    settings = vars(arguments().parse_args())
-    model, paths = settings.pop("model"), settings.pop("workloads")
     try:
-        works = [read(path) for path in paths]
-        if "kv_memory" not in settings:
-            settings["num_blocks"] = blocks_of(works, make_config(None, settings))
+        model, works, settings = command_line()
         begin = time.perf_counter()
         llm = LLM(model, **settings)
         load_seconds = time.perf_counter() - begin
@@ -42,6 +38,16 @@ def main() -> None:
     except (OctavoError, BadWorkloadError) as problem:
         print(f"run.py: {problem}", file=sys.stderr)
         sys.exit(2)
+
+
+def command_line() -> tuple[str, list[Workload], dict[str, Any]]:
+    """The model, workloads and settings asked for; a pool as large as the workloads need, unless one is given."""
+    settings = vars(arguments().parse_args())
+    model, paths = settings.pop("model"), settings.pop("workloads")
+    works = [read(path) for path in paths]
+    if "kv_memory" not in settings:
+        settings["num_blocks"] = blocks_of(works, make_config(None, settings))
+    return model, works, settings
 
 
 def arguments() -> argparse.ArgumentParser:

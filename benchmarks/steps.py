@@ -19,11 +19,10 @@ from typing import Any
 from ceilings import Machine, num_processors
 from compiled import CannotCompileError
 from octavo import LLM, OctavoError
-from octavo.llm import make_config
 from octavo.loading.checkpoint import Checkpoint, load_checkpoint
 from octavo.loading.resolve import resolve
-from run import arguments, blocks_of, run
-from workload import WARM_UP, BadWorkloadError, read
+from run import command_line, run
+from workload import WARM_UP, BadWorkloadError
 
 FORWARD, HEAD = "layers (forward)", "head (logits)"
 INT8 = ("Q", "I")  # how the names of quantised types begin
@@ -165,12 +164,8 @@ def kernel_table(before: dict[str, float], after: dict[str, float]) -> str:
 
 def main() -> None:
     """Run the workloads, one table each."""
-    settings = vars(arguments().parse_args())
-    model, paths = settings.pop("model"), settings.pop("workloads")
     try:
-        works = [read(path) for path in paths]
-        if "kv_memory" not in settings:
-            settings["num_blocks"] = blocks_of(works, make_config(None, settings))
+        model, works, settings = command_line()
         machine = Machine(settings.get("threads", num_processors()), rounds=5)
         llm = LLM(model, **settings)
         report = llm.memory_report()

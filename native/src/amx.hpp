@@ -123,6 +123,7 @@ class Tiles {
 
 // The integer sums of a group of 32 columns: up to 16 rows of Q8 with two panels, whose eight lines lie `line_stride`
 // bytes apart. `dots` is [2][16][16].
+// A tile's number is part of the instruction, so that whole and partial rows have to be spelled out.
 OCTAVO_INLINE void tile_dots(bool whole, const Q8* x, std::int64_t x_stride, const void* a, const void* b,
                              std::int64_t line_stride, std::int32_t* dots) {
   OCTAVO_TILE_LOAD(6, a, line_stride);

@@ -278,7 +278,6 @@ void bind_program(nb::module_& m) {
       .def("run_rows", &run_rows, "inputs"_a)
       .def("time", &Program::time)
       .def("seconds", &Program::seconds)
-      .def_prop_ro("bytes", &Program::bytes)
       .def_prop_ro("threads", &Program::threads);
   for (const auto& [name, kind] : kMaps) {
     program.def(

@@ -513,13 +513,4 @@ std::vector<std::pair<std::string, double>> Program::seconds() {
   return all;
 }
 
-std::int64_t Program::bytes() {
-  const std::lock_guard lock(running_);
-  auto sum = static_cast<std::int64_t>(arena_.size());
-  for (const Region& region : regions_) {
-    if (region.output) sum += static_cast<std::int64_t>(region.output->size());
-  }
-  return sum;
-}
-
 }  // namespace octavo

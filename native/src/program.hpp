@@ -124,7 +124,6 @@ class Program {
   std::vector<Output> run(const RunArgs& args);
 
   int threads() const { return threads_; }
-  std::int64_t bytes();  // of memory held for values and outputs
 
   // From now on, note the time that thread 0 spends in each instruction; a barrier's is the time it waits.
   void time();

@@ -111,8 +111,6 @@ OCTAVO_INLINE I round_to_int(F x) {
   return as_int(x + magic) - as_int(magic);
 }
 
-OCTAVO_INLINE F load_bf16(const std::uint16_t* p) { return as_float(widen(load_as<H>(p)) << 16); }
-
 // Rounded to the nearest, ties to even; NaN stays NaN.
 OCTAVO_INLINE H to_bf16(F x) {
   const U u = (U)x;
@@ -125,12 +123,6 @@ OCTAVO_INLINE float bf16_to_float(std::uint16_t h) {
   float x;
   std::memcpy(&x, &u, 4);
   return x;
-}
-OCTAVO_INLINE std::uint16_t bf16_of(float x) {
-  std::uint32_t u;
-  std::memcpy(&u, &x, 4);
-  if (x != x) return (std::uint16_t)((u >> 16) | 0x40u);
-  return (std::uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
 OCTAVO_INLINE F load_f16(const std::uint16_t* p) {

@@ -1,17 +1,12 @@
 #include "weight.hpp"
 
-#include "dispatch.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "dispatch.hpp"
 
 namespace octavo {
 namespace {
@@ -288,10 +283,10 @@ void put_plain_row(Format format, const std::uint8_t* row, std::int64_t columns,
   }
 }
 
+// The panel's memory is zero before, and stays so where there is no row or column.
 void fill_panel(const Run& run, const Segment& segment, std::int64_t columns, std::int64_t p, std::uint8_t* panel) {
   const std::int64_t groups = (columns + kColumns - 1) / kColumns;
   const Layout& layout = *run.layout;
-  std::memset(panel, 0, segment.panel_bytes);
   for (int lane = 0; lane < kPanel && p * kPanel + lane < run.rows; ++lane) {
     const std::uint8_t* row = run.row(p * kPanel + lane, columns);
     if (layout.decode == nullptr) {
@@ -326,20 +321,6 @@ float factor_of(const Run& run, std::int64_t columns) {
   return factor;
 }
 
-constexpr std::size_t kAlignment = std::size_t{2} << 20;  // of huge pages, which spare the reader most page walks
-
-std::shared_ptr<std::uint8_t> allocate(std::size_t bytes) {
-  const bool large = bytes >= kAlignment;
-  const std::size_t alignment = large ? kAlignment : 64;
-  const std::size_t rounded = (std::max<std::size_t>(bytes, 1) + 63) / 64 * 64;
-  void* memory = std::aligned_alloc(alignment, large ? (rounded + kAlignment - 1) / kAlignment * kAlignment : rounded);
-  if (memory == nullptr) throw std::bad_alloc();
-#if defined(__linux__)
-  if (large) madvise(memory, rounded, MADV_HUGEPAGE);
-#endif
-  return {static_cast<std::uint8_t*>(memory), std::free};
-}
-
 }  // namespace
 
 const Segment* Weight::first_segment() const { return segments.data(); }
@@ -372,8 +353,8 @@ std::shared_ptr<const Weight> pack(const std::vector<Part>& parts, int threads) 
       weight->inputs.push_back(input);
     }
   }
-  weight->storage = allocate(weight->bytes);
-  std::uint8_t* data = weight->storage.get();
+  weight->storage = Memory(weight->bytes);
+  std::uint8_t* data = weight->storage.data();
   for (std::size_t s = 0; s < runs.size(); ++s) {
     Segment& segment = weight->segments[s];
     segment.data = data;

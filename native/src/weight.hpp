@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "memory.hpp"
+
 namespace octavo {
 
 constexpr int kPanel = 16;  // rows of a weight (columns of a product) that lie together
@@ -41,7 +43,7 @@ struct Weight {
   std::int64_t columns = 0;  // K; padded with zeros to a multiple of 32 inside the panels
   std::vector<Segment> segments;
   std::vector<Input> inputs;  // the forms of activations that its segments want, each once
-  std::shared_ptr<std::uint8_t> storage;
+  Memory storage;
   std::size_t bytes = 0;
 
   // For files compiled for several instruction sets, which must not use the standard library's templates.

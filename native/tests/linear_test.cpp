@@ -50,10 +50,11 @@ std::vector<std::uint8_t> random_raw(const Type& type, std::int64_t rows, std::i
     }
     const float value = normal();
     const auto half = static_cast<std::uint16_t>(0x3000 + (rng() & 0x87ff));
-    const std::uint16_t brain = isa::bf16_of(value);
+    std::uint16_t brain[isa::W];
+    isa::store_as(brain, isa::to_bf16(isa::set1(value)));
     if (name == "F32") std::memcpy(&raw[block], &value, 4);
     if (name == "F16") std::memcpy(&raw[block], &half, 2);
-    if (name == "BF16") std::memcpy(&raw[block], &brain, 2);
+    if (name == "BF16") std::memcpy(&raw[block], brain, 2);
   }
   return raw;
 }

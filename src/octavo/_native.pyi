@@ -139,10 +139,6 @@ class Program:
         """Each instruction's kind, and its time since then."""
 
     @property
-    def bytes(self) -> int:
-        """Memory held for values and outputs."""
-
-    @property
     def threads(self) -> int: ...
 
 def draw(

@@ -256,11 +256,6 @@ class Recorded:
             seconds[kind] = seconds.get(kind, 0.0) + spent
         return seconds
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Memory held for what is computed between weights and logits; it grows with the largest step so far."""
-        return self._forward.bytes + self._logits.bytes
-
 
 def _symbolic_step(trace: Trace) -> Any:
     """A step of which a model may use what rows are looked up by: the rest is for the planner alone."""
