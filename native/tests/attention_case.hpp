@@ -37,7 +37,8 @@ inline float round_to(KvType type, float x) {
   isa::H half = type == KvType::bf16 ? isa::to_bf16(isa::load(in)) : isa::to_f16(isa::load(in));
   std::uint16_t halves[isa::W];
   isa::store_as(halves, half);
-  isa::store(out, type == KvType::bf16 ? isa::load_bf16(halves) : isa::load_f16(halves));
+  if (type == KvType::bf16) return isa::bf16_to_float(halves[0]);
+  isa::store(out, isa::load_f16(halves));
   return out[0];
 }
 
