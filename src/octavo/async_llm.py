@@ -100,7 +100,7 @@ class AsyncLLM:
             self._streams[request] = stream
             return request
 
-        adding = self._call(add)
+        adding = self.call(add)
         try:
             await asyncio.wrap_future(adding)
             while True:
@@ -110,15 +110,38 @@ class AsyncLLM:
                     return
         finally:
             with contextlib.suppress(OctavoError):  # closed: everything is aborted already
-                self._call(lambda engine: self._drop(engine, adding))
+                self.call(lambda engine: self._drop(engine, adding))
 
     async def abort(self, request_id: str) -> bool:
         """End a request now; its stream ends with finish reason "abort". False if it is not running here."""
-        return await asyncio.wrap_future(self._call(lambda engine: self._abort(engine, request_id)))
+        return await asyncio.wrap_future(self.call(lambda engine: self._abort(engine, request_id)))
 
     async def memory_report(self) -> MemoryReport:
         """What the KV memory did since the model was loaded."""
-        return await asyncio.wrap_future(self._call(Engine.memory_report))
+        return await asyncio.wrap_future(self.call(Engine.memory_report))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Have the engine's thread run the function between two steps, and give what it returns or raises.
+
+        Raises OctavoError once closed. The function must be short: no step begins meanwhile.
+        """
+        if os.getpid() != self._pid:
+            raise OctavoError("This AsyncLLM was made before the process forked; make one in the child.")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(self._engine))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._gate:
+            if self._closed:
+                raise OctavoError("This AsyncLLM is closed.")
+            self._inbox.put(run)
+        return future
 
     def close(self) -> None:
         """End the engine's thread; requests that still run end with finish reason "abort"."""
@@ -194,23 +217,3 @@ class AsyncLLM:
             self._streams.pop(request, None)
             if request.state is not State.FINISHED:
                 engine.abort(request.id)
-
-    def _call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Have the engine's thread run the function between two steps."""
-        if os.getpid() != self._pid:
-            raise OctavoError("This AsyncLLM was made before the process forked; make one in the child.")
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function(self._engine))
-            except BaseException as error:
-                future.set_exception(error)
-
-        with self._gate:
-            if self._closed:
-                raise OctavoError("This AsyncLLM is closed.")
-            self._inbox.put(run)
-        return future

@@ -7,9 +7,10 @@ step ends the requests of that step and no others.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -22,7 +23,7 @@ from octavo.engine.beam import BeamSearch
 from octavo.engine.detokenizer import Detokenizer
 from octavo.engine.drawing import Drawer
 from octavo.engine.limits import Limits
-from octavo.engine.report import MemoryReport, Meter
+from octavo.engine.report import MemoryReport, Meter, StepRecord
 from octavo.engine.request import Request, Sequence, State
 from octavo.engine.scheduler import PreemptionCost, Scheduler, StepPlan
 from octavo.errors import ConfigError, RequestError
@@ -32,6 +33,8 @@ from octavo.loading.tokenizer import Tokenizer
 from octavo.models.interface import Model
 from octavo.ops.interface import Array, CacheLayout, Ops
 from octavo.params import BeamParams, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGIT_ROWS = 64  # rows of a prompt's logits held at once: a vocabulary of 262,144 makes 64 MiB of them
 
@@ -64,6 +67,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._meter = Meter()
         self._requests: dict[str, Request] = {}
+        self.watchers: list[Callable[[StepRecord], None]] = []  # told of every step, on the thread that steps
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -193,8 +197,16 @@ class Engine:
             if request.state is State.FINISHED:
                 self._requests.pop(request.id, None)
         self._meter.observe_growth(self.kv)
-        self._meter.busy_seconds += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self._meter.busy_seconds += seconds
+        if self.watchers:
+            self._tell(StepRecord(begin, seconds, plan, touched))
         return touched
+
+    def _tell(self, record: StepRecord) -> None:
+        """Whoever watches must not break what he sees: one that fails is dismissed."""
+        failed = [watcher for watcher in self.watchers if not _watches(watcher, record)]
+        self.watchers = [watcher for watcher in self.watchers if watcher not in failed]
 
     def _end_what_cannot_go_on(self, plan: StepPlan) -> list[Request]:
         for seq in plan.exhausted:
@@ -346,3 +358,12 @@ def _check_kinds(params: object, priority: object, cache_salt: object) -> None:
         raise RequestError(f"priority is {priority!r}; it must be a whole number, lower ones run first.")
     if not isinstance(cache_salt, str):
         raise RequestError(f"cache_salt is {cache_salt!r}; it must be a text.")
+
+
+def _watches(watcher: Callable[[StepRecord], None], record: StepRecord) -> bool:
+    try:
+        watcher(record)
+    except Exception:
+        logger.exception("A watcher of the engine failed and is told of no more steps.")
+        return False
+    return True

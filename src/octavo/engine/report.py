@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.engine.scheduler import Scheduler
+from octavo.engine.request import Request
+from octavo.engine.scheduler import Scheduler, StepPlan
 from octavo.kv.manager import KVManager
 
 
@@ -51,6 +52,24 @@ class MemoryReport:
             f"{self.tokens_per_second:.1f} answer tokens a second",
         }
         return "\n".join(f"{name:13}{text}" for name, text in lines.items())
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step, for those who watch the engine (`Engine.watchers`). Valid during the call only: copy what you keep."""
+
+    began: float  # by time.perf_counter()
+    seconds: float
+    plan: StepPlan
+    touched: list[Request]  # got tokens, or ended
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.plan.num_decodes
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(self.plan.counts[self.plan.num_decodes :])
 
 
 class Meter:
