@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -56,6 +57,30 @@ def test_a_stream_grows_and_ends_and_equals_what_the_engine_gives_alone(llm: Asy
         alone.step()
     assert outputs[-1].completions[0].token_ids == request.ended[0].output_token_ids
     assert len(outputs[-1].completions[0].token_ids) == 30
+
+
+def test_deltas_add_up_to_the_whole_however_slowly_they_are_read(llm: AsyncLLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=40, ignore_eos=True, logprobs=2)
+
+    async def read(pause: float) -> tuple[list[RequestOutput], RequestOutput]:
+        items = []
+        async for output in llm.generate([1, 2, 3], params, deltas=True):
+            items.append(copy.deepcopy(output))
+            await asyncio.sleep(pause)
+        whole = copy.deepcopy(items[0])
+        for item in items[1:]:
+            whole.extend(item)
+        return items, whole
+
+    expected = asyncio.run(collect(llm.generate([1, 2, 3], params)))[-1]
+    for pause in (0, 0.004, 0.2):
+        items, whole = asyncio.run(read(pause))
+        assert [(c.index, c.token_ids, c.finish_reason, c.logprobs) for c in whole.completions] == [
+            (c.index, c.token_ids, c.finish_reason, c.logprobs) for c in expected.completions
+        ]
+        assert [item.finished for item in items] == [False] * (len(items) - 1) + [True]
+        assert sum(len(c.token_ids) for item in items for c in item.completions) == 120
+    assert len(items) < 10
 
 
 def test_many_streams_at_once_and_a_third_of_the_readers_leave(llm: AsyncLLM) -> None:

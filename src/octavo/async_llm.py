@@ -11,7 +11,8 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,25 +31,35 @@ T = TypeVar("T")
 
 
 class _Stream:
-    """The newest state of one request, handed from the engine's thread to an event loop; older ones are dropped."""
+    """States of one request, handed from the engine's thread to an event loop.
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self._latest: RequestOutput | None = None
+    Of those that nobody has read yet, cumulative ones (which tell all so far) replace each other, deltas add up.
+    """
 
-    def put(self, output: RequestOutput) -> None:
-        """Called by the engine's thread."""
-        self._latest = output
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is there to read
-            self._loop.call_soon_threadsafe(self._changed.set)
+    def __init__(self, deltas: bool) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self._deltas = deltas
+        self._unread: deque[RequestOutput] = deque(maxlen=None if deltas else 1)
+
+    def put(self, request: Request) -> None:
+        """Called by the engine's thread, which wakes the reader afterwards."""
+        self._unread.append(request.news() if self._deltas else request.output())
 
     async def get(self) -> RequestOutput:
-        """The state after the last `put` not yet seen."""
-        await self._changed.wait()
-        self._changed.clear()
-        assert self._latest is not None
-        return self._latest
+        """What was put since the last `get`, as one."""
+        while not self._unread:
+            self.changed.clear()
+            await self.changed.wait()
+        output = self._unread.popleft()
+        while self._deltas and self._unread:
+            output.extend(self._unread.popleft())
+        return output
+
+
+def _wake(streams: list[_Stream]) -> None:
+    for stream in streams:
+        stream.changed.set()
 
 
 class AsyncLLM:
@@ -83,15 +94,17 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        deltas: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """The answer to one prompt as it grows; the last item is `finished`.
 
-        A slow reader gets fewer, longer items. Leaving the loop, or cancelling the task, aborts the request. Raises
-        RequestError before the first item for a request that can never be served.
+        With `deltas` an item's completions tell only what is new since the item before, and those with nothing new are
+        left out. A slow reader gets fewer, longer items. Leaving the loop, or cancelling the task, aborts the request.
+        Raises RequestError before the first item for a request that can never be served.
         """
         name = request_id if request_id is not None else uuid4().hex
         text, ids = tokenize(self._engine.tokenizer, prompt)
-        stream = _Stream()
+        stream = _Stream(deltas)
 
         def add(engine: Engine) -> Request:
             request = engine.add_request(
@@ -178,8 +191,7 @@ class AsyncLLM:
                 changed = engine.step()
             except Exception:  # the engine has ended all its requests with the reason, and can go on
                 changed = list(self._streams)
-            for request in changed:
-                self._hand_out(request)
+            self._hand_out(changed)
 
     def _shut(self) -> None:
         with self._gate:
@@ -193,21 +205,29 @@ class AsyncLLM:
             order()
 
     def _end_all(self) -> None:
-        for request in list(self._streams):
+        requests = list(self._streams)
+        for request in requests:
             self._engine.abort(request.id)
-            self._hand_out(request)
+        self._hand_out(requests)
 
-    def _hand_out(self, request: Request) -> None:
-        stream = self._streams.get(request)
-        if stream is not None:
-            stream.put(request.output())
-            if request.state is State.FINISHED:
-                del self._streams[request]
+    def _hand_out(self, requests: Iterable[Request]) -> None:
+        """Put the requests' states into their streams, and wake each event loop once."""
+        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        for request in requests:
+            stream = self._streams.get(request)
+            if stream is not None:
+                stream.put(request)
+                woken.setdefault(stream.loop, []).append(stream)
+                if request.state is State.FINISHED:
+                    del self._streams[request]
+        for loop, streams in woken.items():
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is there to read
+                loop.call_soon_threadsafe(_wake, streams)
 
     def _abort(self, engine: Engine, request_id: str) -> bool:
         request = engine.abort(request_id)
         if request is not None:
-            self._hand_out(request)
+            self._hand_out([request])
         return request is not None
 
     def _drop(self, engine: Engine, adding: Future[Request]) -> None:

@@ -31,6 +31,14 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None  # one a token, if asked for
     score: float | None = None  # beam search: what the answers are ordered by
 
+    def extend(self, later: Completion) -> None:
+        """Append what another says that goes on where this one stops."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs += later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
 
 @dataclass(slots=True)
 class Timings:
@@ -67,3 +75,15 @@ class RequestOutput:
     def text(self) -> str:
         """The first answer's text."""
         return self.completions[0].text
+
+    def extend(self, later: RequestOutput) -> None:
+        """Take in a later state of the same request, both of which tell only what is new."""
+        known = {completion.index: completion for completion in self.completions}
+        for completion in later.completions:
+            if completion.index in known:
+                known[completion.index].extend(completion)
+            else:
+                self.completions.append(completion)
+        self.finished, self.error = later.finished, later.error
+        self.cached_tokens, self.computed_tokens = later.cached_tokens, later.computed_tokens
+        self.preemptions = later.preemptions

@@ -43,6 +43,9 @@ class Sequence:
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     score: float | None = None
+    told: int = 0  # answer tokens handed out by `news`
+    told_text: int = 0  # characters of it
+    told_end: bool = False
 
     @property
     def prefilling(self) -> bool:
@@ -98,6 +101,28 @@ class Sequence:
             logprobs=self.logprobs.copy() if with_logprobs else None,
             score=self.score,
         )
+
+    @property
+    def has_news(self) -> bool:
+        return self.num_output_tokens > self.told or (self.finish_reason is not None and not self.told_end)
+
+    def news(self) -> Completion:
+        """The answer as it stands, with only the text, tokens and log-probabilities that no `news` has told before."""
+        self.catch_up_text()
+        told, count = self.told, self.num_output_tokens
+        text = self.detokenizer.text if self.detokenizer else ""
+        with_logprobs = isinstance(self.request.params, SamplingParams) and self.request.params.logprobs is not None
+        completion = Completion(
+            index=self.index,
+            text=text[self.told_text :],
+            token_ids=self.tokens[len(self.tokens) - (count - told) :],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs[told:] if with_logprobs else None,
+            score=self.score,
+        )
+        self.told, self.told_text, self.told_end = count, len(text), self.finish_reason is not None
+        return completion
 
 
 @dataclass(slots=True, eq=False)
@@ -170,17 +195,25 @@ class Request:
 
     def output(self) -> RequestOutput:
         """What the caller sees now."""
-        finished = self.state is State.FINISHED
+        return self._output([seq.completion() for seq in self._answers()])
+
+    def news(self) -> RequestOutput:
+        """The same, its completions holding only what is new since the last `news`: those without any are left out."""
+        return self._output([seq.news() for seq in self._answers() if seq.has_news])
+
+    def _answers(self) -> list[Sequence]:
         sequences = sorted([*self.live, *self.ended], key=lambda s: s.index)
         if self.beam is not None or self.params.num_samples > self.num_answers:
-            sequences = self._best(sequences, finished)
-        completions = [s.completion() for s in sequences]
+            return self._best(sequences, self.state is State.FINISHED)
+        return sequences
+
+    def _output(self, completions: list[Completion]) -> RequestOutput:
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             completions=completions,
-            finished=finished,
+            finished=self.state is State.FINISHED,
             timings=self.timings,
             cached_tokens=self.cached_tokens,
             computed_tokens=len(self.prompt_token_ids) - self.cached_tokens if self.started else 0,
