@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from octavo.errors import ModelError as ModelError
     from octavo.errors import OctavoError as OctavoError
     from octavo.errors import RequestError as RequestError
+    from octavo.grammar import Grammar as Grammar
     from octavo.llm import LLM as LLM
     from octavo.outputs import Completion as Completion
     from octavo.outputs import RequestOutput as RequestOutput
@@ -29,6 +30,7 @@ _HOMES = {
     "EngineConfig": "config",
     "SamplingParams": "params",
     "BeamParams": "params",
+    "Grammar": "grammar",
     "RequestOutput": "outputs",
     "Completion": "outputs",
     "OctavoError": "errors",

@@ -12,18 +12,20 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from octavo.config import EngineConfig
+from octavo.engine.constraint import Constraint
 from octavo.engine.engine import Engine
 from octavo.engine.report import MemoryReport
 from octavo.engine.request import Request, State
 from octavo.errors import OctavoError
 from octavo.llm import Params, Prompt, load_engine, make_config, tokenize
+from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import RequestOutput
 from octavo.params import SamplingParams
 
@@ -79,12 +81,22 @@ class AsyncLLM:
         self._thread.start()
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         return self._engine.tokenizer
 
     @property
     def config(self) -> EngineConfig:
         return self._engine.config
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and answer together."""
+        return self._engine.limits.max_model_len
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs and takes requests."""
+        return self._thread.is_alive() and not self._closed
 
     async def generate(
         self,
@@ -95,7 +107,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         deltas: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The answer to one prompt as it grows; the last item is `finished`.
 
         With `deltas` an item's completions tell only what is new since the item before, and those with nothing new are
@@ -104,11 +116,19 @@ class AsyncLLM:
         """
         name = request_id if request_id is not None else uuid4().hex
         text, ids = tokenize(self._engine.tokenizer, prompt)
+        params = SamplingParams() if params is None else params
+        constraint = await self._compiled(params)
         stream = _Stream(deltas)
 
         def add(engine: Engine) -> Request:
             request = engine.add_request(
-                name, ids, params or SamplingParams(), prompt=text, priority=priority, cache_salt=cache_salt
+                name,
+                ids,
+                params,
+                prompt=text,
+                priority=priority,
+                cache_salt=cache_salt,
+                constraint=constraint,
             )
             self._streams[request] = stream
             return request
@@ -125,9 +145,19 @@ class AsyncLLM:
             with contextlib.suppress(OctavoError):  # closed: everything is aborted already
                 self.call(lambda engine: self._drop(engine, adding))
 
+    async def _compiled(self, params: Params) -> Constraint | None:
+        """The params' grammar, made ready on a thread of its own: it may take seconds."""
+        if not isinstance(params, SamplingParams) or params.grammar is None:
+            return None
+        return await asyncio.to_thread(self._engine.constraints.compile, params.grammar)
+
     async def abort(self, request_id: str) -> bool:
         """End a request now; its stream ends with finish reason "abort". False if it is not running here."""
-        return await asyncio.wrap_future(self.call(lambda engine: self._abort(engine, request_id)))
+        return await asyncio.wrap_future(self.abort_soon(request_id))
+
+    def abort_soon(self, request_id: str) -> Future[bool]:
+        """The same, for callers that do not wait."""
+        return self.call(lambda engine: self._abort(engine, request_id))
 
     async def memory_report(self) -> MemoryReport:
         """What the KV memory did since the model was loaded."""

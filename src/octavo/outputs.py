@@ -45,7 +45,7 @@ class Timings:
     """Moments of a request, in seconds of time.perf_counter(); None: not reached."""
 
     arrived: float
-    scheduled: float | None = None  # first computed
+    scheduled: float | None = None  # its first chunk began to be computed
     first_token: float | None = None
     finished: float | None = None
 
@@ -67,6 +67,7 @@ class RequestOutput:
     timings: Timings
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     computed_tokens: int = 0  # prompt tokens computed
+    output_tokens: int = 0  # answer tokens so far, those of answers that are not given back included
     preemptions: int = 0  # times its memory was taken for others
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first is None: nothing stands before it
     error: str | None = None  # why it failed, when finish_reason is "error"
@@ -86,4 +87,4 @@ class RequestOutput:
                 self.completions.append(completion)
         self.finished, self.error = later.finished, later.error
         self.cached_tokens, self.computed_tokens = later.cached_tokens, later.computed_tokens
-        self.preemptions = later.preemptions
+        self.output_tokens, self.preemptions = later.output_tokens, later.preemptions

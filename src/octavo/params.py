@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from octavo.errors import RequestError
+from octavo.grammar import Grammar
 
 FLOAT32_MAX = 3.4e38
 
@@ -51,8 +52,9 @@ def _check_ends(params: SamplingParams | BeamParams) -> None:
 class SamplingParams:
     """How to draw the answer's tokens. Raises RequestError, naming the parameter, for a value that cannot be.
 
-    The order of work on a row of logits: logit_bias and min_tokens, penalties, temperature, min_p, top_k, top_p, then
-    one draw. Reported logprobs are those of the model's own logits, before any of it.
+    The order of work on a row of logits: grammar, logit_bias and min_tokens, penalties, temperature, min_p, top_k,
+    top_p, then one draw. min_tokens yields where the grammar allows nothing but an end. Reported logprobs are those of
+    the model's own logits, before any of it.
     """
 
     n: int = 1  # answers to give
@@ -75,6 +77,7 @@ class SamplingParams:
     include_stop: bool = False  # leave the stop string in the text
     ignore_eos: bool = False  # go on past the end-of-sequence token
     skip_special_tokens: bool = True  # leave special tokens out of the text
+    grammar: Grammar | None = None  # what the answer must look like; it ends where the grammar does
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -104,6 +107,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or _whole(value, 0), name, value, "a whole number of at least 0, or None")
+        _check(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", self.grammar, "a Grammar or None")
+        followed = self.grammar is None or not self.ignore_eos  # nothing can follow the end of a grammar
+        _check(followed, "ignore_eos", self.ignore_eos, "False where there is a grammar, whose end is the answer's")
 
     @property
     def num_samples(self) -> int:

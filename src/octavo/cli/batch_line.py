@@ -8,6 +8,7 @@ from typing import Any
 
 from octavo.cli.options import sampling_params
 from octavo.errors import RequestError
+from octavo.grammar import Grammar
 from octavo.params import BeamParams, SamplingParams
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
@@ -89,11 +90,13 @@ def _params(asked: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams |
     for name, value in asked.items():
         if name in _SWITCHES and not isinstance(value, bool):
             raise RequestError(f"{name} is {value!r}; it must be true or false.")
-        if name != "logit_bias" and isinstance(value, dict):
+        if name not in ("logit_bias", "grammar") and isinstance(value, dict):
             raise RequestError(f"{name} is {value!r}; it cannot be a JSON object.")
     if isinstance(bias := asked.get("logit_bias"), dict):
         asked["logit_bias"] = {_token_id(key): value for key, value in bias.items()}
     try:
+        if isinstance(grammar := asked.get("grammar"), dict):  # {"kind": "regex", "text": "[a-z]+"}
+            asked["grammar"] = Grammar(**grammar)
         if "width" in asked:
             return BeamParams(**{**{k: v for k, v in defaults.items() if k in _BEAM}, **asked})
         return sampling_params({**defaults, **asked})

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from octavo.engine import sampler
 from octavo.engine.batch import Batch
+from octavo.engine.constraint import Constraints
 from octavo.engine.limits import Limits
 from octavo.engine.report import Meter
 from octavo.engine.request import Request, Sequence, State
@@ -22,7 +23,8 @@ from octavo.params import SamplingParams
 
 Logits = NDArray[np.float32]
 NOT_FINITE = (
-    "No token can be drawn: the model's logits are not finite numbers, or logit_bias and min_tokens forbid every token."
+    "No token can be drawn: the model's logits are not finite numbers, or logit_bias, min_tokens and grammar together "
+    "forbid every token."
 )
 
 
@@ -31,7 +33,7 @@ class _End(NamedTuple):
 
     last_ids: frozenset[int]
     length: int  # tokens, the prompt's included, with which it ends whatever they are
-    by_text: bool  # every token may complete a stop string
+    by_any: bool  # every token may complete a stop string or the grammar
 
 
 class Drawer:
@@ -46,10 +48,12 @@ class Drawer:
         *,
         limits: Limits,
         eos_ids: frozenset[int],
+        constraints: Constraints,
         new_sequence: Callable[[Request, int], Sequence],
     ) -> None:
         self._scheduler, self._batch, self._meter, self._ops = scheduler, batch, meter, ops
         self._limits, self._eos_ids, self._new_sequence = limits, eos_ids, new_sequence
+        self._constraints = constraints
         self._table = SamplingTable(limits.max_num_seqs)
         self._ends = [_End(frozenset(), 0, False)] * limits.max_num_seqs  # by batch row
 
@@ -100,12 +104,36 @@ class Drawer:
         self.join(drawing)
         rows = np.array([seq.row for seq in drawing], np.int64)
         positions = self._batch.computed(rows)  # all tokens are
-        drawn = sampler.sample(self._ops, logits, sources, self._table, rows, positions, lambda i: _history(drawing[i]))
+        drawn = sampler.sample(
+            self._ops,
+            logits,
+            sources,
+            self._table,
+            rows,
+            positions,
+            history=lambda i: _history(drawing[i]),
+            forbid=lambda draws, adjusted: self._forbid([drawing[i] for i in draws], adjusted),
+        )
         reports = np.flatnonzero(self._table.reports[rows] & drawn.ok)
         if len(reports):
             self._note_logprobs([drawing[i] for i in reports], logits, sources[reports], drawn.token_ids[reports])
+        constrained = np.flatnonzero(self._table.constrained[rows] & drawn.ok)
+        if len(constrained):
+            self._follow([drawing[i] for i in constrained], drawn.token_ids[constrained].tolist())
         self._accept(drawing, drawn.token_ids.tolist())
         self._batch.append(rows, drawn.token_ids)
+
+    def _forbid(self, drawing: list[Sequence], logits: Logits) -> None:
+        """Make impossible, in the row of logits [D, V] of each sequence, what its grammar does not allow."""
+        constrained = [(place, seq.matcher) for place, seq in enumerate(drawing) if seq.matcher is not None]
+        self._constraints.forbid(logits, constrained)
+
+    def _follow(self, drawing: list[Sequence], token_ids: list[int]) -> None:
+        """Take the drawn tokens to the grammars; a request whose grammar fails ends."""
+        for seq, token in zip(drawing, token_ids, strict=True):
+            assert seq.matcher is not None
+            if seq.request.state is not State.FINISHED and not seq.matcher.take(token):
+                self._scheduler.fail(seq.request, seq.matcher.fault)
 
     def _note_logprobs(
         self, drawing: list[Sequence], logits: Logits, sources: NDArray[np.int64], token_ids: NDArray[np.int64]
@@ -128,7 +156,7 @@ class Drawer:
         for seq, token in zip(drawing, token_ids, strict=True):
             request, tokens = seq.request, seq.tokens
             if request.state is finished:
-                continue  # a sibling has failed
+                continue  # a sibling has failed, or its grammar
             if token < 0:
                 self._scheduler.fail(request, NOT_FINITE)
                 continue
@@ -136,8 +164,8 @@ class Drawer:
             accepted += 1
             if request.timings.first_token is None:
                 self._start(request)
-            last_ids, length, by_text = ends[seq.row]
-            if token in last_ids or len(tokens) >= length or by_text:
+            last_ids, length, by_any = ends[seq.row]
+            if token in last_ids or len(tokens) >= length or by_any:
                 ending = self._ending(seq, token)
                 if ending is not None:
                     seq.finish_reason, seq.stop_reason = ending
@@ -149,7 +177,7 @@ class Drawer:
         return _End(
             last_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
             length=len(seq.request.prompt_token_ids) + room,
-            by_text=bool(params.stop) and seq.detokenizer is not None,
+            by_any=(bool(params.stop) and seq.detokenizer is not None) or seq.matcher is not None,
         )
 
     def _ending(self, seq: Sequence, token: int) -> tuple[FinishReason, str | int | None] | None:
@@ -165,6 +193,8 @@ class Drawer:
                 seq.catch_up_text()
                 if seq.detokenizer.stop_hit is not None:
                     return "stop", seq.detokenizer.stop_hit
+        if seq.matcher is not None and seq.matcher.ended:
+            return "stop", None
         if len(seq.tokens) >= self._ends[seq.row].length:
             return "length", None
         return None

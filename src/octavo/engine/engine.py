@@ -10,7 +10,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -20,6 +20,7 @@ from octavo.config import EngineConfig, parse_bytes
 from octavo.engine import sampler
 from octavo.engine.batch import Batch
 from octavo.engine.beam import BeamSearch
+from octavo.engine.constraint import Constraint, Constraints
 from octavo.engine.detokenizer import Detokenizer
 from octavo.engine.drawing import Drawer
 from octavo.engine.limits import Limits
@@ -54,6 +55,7 @@ class Engine:
         self.model, self.ops, self.config, self.tokenizer = model, ops, config, tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.limits = Limits.of(config, model)
+        self.constraints = Constraints(tokenizer, self.eos_ids, model.vocab_size)
         layout = CacheLayout(model.num_layers, model.num_kv_heads, config.block_size, model.head_dim)
         self.block_bytes = ops.block_bytes(layout)
         num_blocks = self.limits.num_blocks(config, self.block_bytes)
@@ -95,6 +97,7 @@ class Engine:
             self.ops,
             limits=self.limits,
             eos_ids=self.eos_ids,
+            constraints=self.constraints,
             new_sequence=self._new_sequence,
         )
 
@@ -113,8 +116,12 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        constraint: Constraint | None = None,
     ) -> Request:
         """Queue a request. Lower `priority` runs first; only prompts of the same `cache_salt` share a prefix.
+
+        constraint: the params' grammar, compiled by `constraints.compile`, which any thread may call beforehand and
+            which may take long; without it the grammar is compiled here.
 
         Raises RequestError, with the numbers, for one that can never be served.
         """
@@ -126,6 +133,8 @@ class Engine:
             raise RequestError("Stop strings need a tokenizer, and this model has none; use stop_token_ids.")
         salt = cache_salt.encode("utf-8", "surrogatepass")
         self.limits.check(ids, params, self.kv, salt)
+        if isinstance(params, SamplingParams) and params.grammar is not None and constraint is None:
+            constraint = self.constraints.compile(params.grammar)
         seed = getattr(params, "seed", None)
         request = Request(
             id=request_id,
@@ -138,6 +147,7 @@ class Engine:
             salt=salt,
         )
         request.live.append(self._new_sequence(request, 0))
+        request.live[0].matcher = constraint.matcher() if constraint else None
         if isinstance(params, BeamParams):
             request.beam = BeamSearch(params, self.eos_ids, self.limits.most_tokens(len(ids), params.max_tokens))
         if request.wants_prompt_logprobs:
@@ -145,6 +155,11 @@ class Engine:
         self.scheduler.add(request)
         self._requests[request_id] = request
         return request
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Those that have not ended, by id, in the order they came."""
+        return self._requests
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at once, wherever it stands, and free all it holds; None if it is not here (any more)."""
@@ -269,23 +284,22 @@ class Engine:
         rows = self._prompt_logprobs(plan, hidden)
         logits = self.ops.to_numpy(self.model.logits(hidden if rows is None else self.ops.take_rows(hidden, rows)))
         self._measure(plan, time.perf_counter() - begin)
-        self._commit(plan)
+        self._commit(plan, begin)
         self._meter.observe(self.kv)
         drawing = plan.sequences
         if plan.num_decodes < len(drawing):
             drawing = [seq for seq in drawing if seq.computed == len(seq.tokens)]
         self._drawer.draw(drawing, logits)
 
-    def _commit(self, plan: StepPlan) -> None:
+    def _commit(self, plan: StepPlan, began: float) -> None:
         self._batch.advance()
         commit = self.kv.commit
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
             commit(seq.id, count, seq.tokens)
             seq.computed += count
-        now = time.perf_counter()
         for seq in plan.sequences[plan.num_decodes :]:
             if seq.request.timings.scheduled is None:
-                seq.request.timings.scheduled = now
+                seq.request.timings.scheduled = began
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         tokens = sum(plan.counts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from octavo.engine.beam import BeamSearch
+from octavo.engine.constraint import Matcher
 from octavo.engine.detokenizer import Detokenizer
 from octavo.outputs import Completion, FinishReason, RequestOutput, Timings, TokenLogprobs
 from octavo.params import BeamParams, SamplingParams
@@ -36,6 +37,7 @@ class Sequence:
     computed: int = 0
     prefill_end: int = 0
     row: int = -1  # its row in the batch arrays; -1: none
+    matcher: Matcher | None = None  # where the answer stands in its grammar
     detokenizer: Detokenizer | None = None
     num_detokenized: int = 0  # answer tokens the detokenizer has seen
     finish_reason: FinishReason | None = None
@@ -68,6 +70,7 @@ class Sequence:
             tokens=self.tokens.copy(),
             computed=self.computed,
             prefill_end=self.prefill_end,
+            matcher=self.matcher.copy() if self.matcher else None,
             detokenizer=self.detokenizer.copy() if self.detokenizer else None,
             num_detokenized=self.num_detokenized,
             cumulative_logprob=self.cumulative_logprob,
@@ -217,6 +220,7 @@ class Request:
             timings=self.timings,
             cached_tokens=self.cached_tokens,
             computed_tokens=len(self.prompt_token_ids) - self.cached_tokens if self.started else 0,
+            output_tokens=sum(seq.num_output_tokens for seq in (*self.live, *self.ended)),
             preemptions=self.preemptions,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,

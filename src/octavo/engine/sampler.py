@@ -46,6 +46,7 @@ class SamplingTable:
         self.stream: UInt64 = np.zeros(max_rows, np.uint64)
         self.special: Bool = np.zeros(max_rows, np.bool_)  # rows whose logits are adjusted before anything else
         self.reports: Bool = np.zeros(max_rows, np.bool_)  # rows whose log-probabilities somebody asks for
+        self.constrained: Bool = np.zeros(max_rows, np.bool_)  # rows with a grammar; they are special too
         self._adjustments: dict[int, _Adjustment] = {}
 
     def set(self, row: int, params: SamplingParams, seed: int, index: int, eos_ids: Collection[int] = ()) -> None:
@@ -59,6 +60,7 @@ class SamplingTable:
         self.top_p[row], self.min_p[row] = params.top_p, params.min_p
         self.stream[row : row + 1] = streams(np.array([seed % 2**64], np.uint64), np.array([index], np.uint64))
         self.reports[row] = params.logprobs is not None or params.best_of is not None
+        self.constrained[row] = params.grammar is not None
         adjustment = _Adjustment.of(params, eos_ids)
         self.special[row] = adjustment is not None
         if adjustment is not None:
@@ -96,6 +98,7 @@ class _Adjustment:
     repetition: float
     presence: float
     frequency: float
+    constrained: bool
     tally: _Tally | None = None
 
     @classmethod
@@ -110,6 +113,7 @@ class _Adjustment:
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
+            constrained=params.grammar is not None,
         )
         return adjustment if adjustment.goes_on(0) else None
 
@@ -119,14 +123,22 @@ class _Adjustment:
 
     def goes_on(self, num_outputs: int) -> bool:
         """Whether there is anything to do once the answer has so many tokens."""
-        return self.penalises or len(self.bias_ids) > 0 or (num_outputs < self.min_tokens and len(self.end_ids) > 0)
+        too_short = num_outputs < self.min_tokens and len(self.end_ids) > 0
+        return self.constrained or self.penalises or len(self.bias_ids) > 0 or too_short
 
     def apply(self, logits: Float32, tokens: Ids, num_prompt_tokens: int) -> None:
         logits[self.bias_ids] += self.bias
         if len(tokens) - num_prompt_tokens < self.min_tokens:
-            logits[self.end_ids[self.end_ids < len(logits)]] = -np.inf
+            self._bar_ends(logits)
         if self.penalises:
             self._penalise(logits, tokens, num_prompt_tokens)
+
+    def _bar_ends(self, logits: Float32) -> None:
+        ends = self.end_ids[self.end_ids < len(logits)]
+        before = logits[ends]
+        logits[ends] = -np.inf
+        if self.constrained and logits.max() == -np.inf:
+            logits[ends] = before  # the grammar allows nothing else
 
     def _penalise(self, logits: Float32, tokens: Ids, num_prompt_tokens: int) -> None:
         if self.tally is None:
@@ -184,12 +196,15 @@ def sample(
     rows: Int64,
     positions: Int64,
     history: Callable[[int], tuple[Ids, int]],
+    forbid: Callable[[Int64, Float32], None] | None = None,
 ) -> Drawn:
     """Draw R tokens.
 
     logits [L, V] are read only. Draw i reads row `sources[i]` of them (several draws may read one: the samples of a
     prompt), has the parameters of row `rows[i]` of the table, and is for place `positions[i]` of its sequence.
     `history(i)` gives its tokens so far and how many of them are the prompt; it is asked for special rows only.
+    `forbid(draws, logits)` makes impossible, in the logits [D, V] of these draws, what their grammars do not allow; it
+    is asked where there are rows with grammars.
     """
     laws = table.laws(rows, positions)
     special = table.special[rows]
@@ -203,6 +218,8 @@ def sample(
     for begin in range(0, int(special.sum()), step):
         draws = np.flatnonzero(special)[begin : begin + step]
         adjusted = logits[sources[draws]]  # a copy: what is done to one row is nobody else's
+        if forbid is not None and table.constrained[rows[draws]].any():
+            forbid(draws, adjusted)
         for i, row, x in zip(draws.tolist(), rows[draws].tolist(), adjusted, strict=True):
             table.adjust(row, x, *history(i))
         token_ids[draws] = ops.draw(adjusted, np.arange(len(draws)), laws.of(draws))

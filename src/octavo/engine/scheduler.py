@@ -32,6 +32,7 @@ class StepPlan:
     memory: MemoryOps = field(default_factory=MemoryOps)
     exhausted: list[Sequence] = field(default_factory=list)  # alone and out of blocks: their answers end here
     stuck: list[Request] = field(default_factory=list)  # cannot be admitted though nothing else runs
+    preempted: list[Request] = field(default_factory=list)  # gave up their blocks: SWAPPED, or WAITING to be recomputed
 
     def add(self, seq: Sequence, count: int) -> None:
         self.sequences.append(seq)
@@ -81,6 +82,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap by order; the aborted are skipped
         self._num_waiting = 0
         self._num_swapped = 0
+        self._preempted: list[Request] = []  # in the step being planned
         self._new_sequence_id = new_sequence_id
         # Blocks an admission leaves free while others run, lest they be preempted at their next page fault.
         self._watermark = kv.pool.num_blocks // 100
@@ -160,6 +162,7 @@ class Scheduler:
         if admits:
             self._admit_waiting(plan, budget)
         plan.memory = self.kv.take_ops()
+        plan.preempted, self._preempted = self._preempted, []
         return plan
 
     def _schedule_decodes(self, plan: StepPlan) -> list[Sequence]:
@@ -332,6 +335,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take all blocks of the last request in order; it waits again, at its old place in the queue."""
         self.running.remove(request)
+        self._preempted.append(request)
         request.preemptions += 1
         if self._swap_out(request):
             request.state = State.SWAPPED

@@ -7,6 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.kv.errors import BadSize, BrokenInvariant, DoubleFree, OutOfBlocks, UnknownBlock
 
 
@@ -115,6 +118,14 @@ class BlockPool:
         if refs == 1:
             return BlockState.ACTIVE
         return BlockState.CACHED if block in self._cached else BlockState.FREE
+
+    def all_refs(self) -> NDArray[np.int32]:
+        """References to every block, int32 [num_blocks]; a copy. O(blocks)."""
+        return np.fromiter(self._refs, np.int32, self.num_blocks)
+
+    def free(self) -> NDArray[np.int32]:
+        """The FREE blocks, int32 [num_free], the next to be given out last; a copy. O(blocks)."""
+        return np.array(self._free, np.int32)
 
     def cached(self) -> Iterator[int]:
         """The CACHED blocks, the next to be reclaimed first."""

@@ -11,7 +11,7 @@ head; so the cache is reclaimed leaves first, and what is found is found whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -90,7 +90,7 @@ class KVManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.cache = PrefixCache(block_size)
-        self.pool = BlockPool(num_blocks, self.cache.forget)
+        self.pool = BlockPool(num_blocks, self._evict)
         self.host = BlockPool(num_host_blocks, lambda block: None)
         self.sequences: dict[int, SequenceState] = _Residents()
         self.swapped: dict[int, SequenceState] = {}
@@ -98,6 +98,7 @@ class KVManager:
         self.pins: dict[int, list[int]] = {}  # pin id -> blocks
         self.pinned: dict[int, int] = {}  # block -> pins that hold it
         self.moved = dict.fromkeys(Kind, 0)  # blocks copied and swapped so far
+        self.on_evict: Callable[[int], None] | None = None  # told of each CACHED block that is reclaimed
         self.pending = MemoryOps()
         self._changed: set[int] = set()
         self._next_pin = 0
@@ -220,6 +221,11 @@ class KVManager:
         self._move(Kind.COPY, shared, own)
         seq.table.replace(-1, own)
         self._release([shared])
+
+    def _evict(self, block: int) -> None:
+        self.cache.forget(block)
+        if self.on_evict is not None:
+            self.on_evict(block)
 
     def _is_own(self, block: int) -> bool:
         """Whether its one holder may write it: what is published is never written, though nobody else reads it now."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.kv.block_pool import BlockState
 from octavo.kv.memory_ops import Kind
@@ -124,3 +128,59 @@ def snapshot(manager: KVManager) -> list[BlockReport]:
         )
         for block in range(pool.num_blocks)
     ]
+
+
+class CellState(IntEnum):
+    """What a block is to someone who looks at all of them at once; as BlockState, with prompts told apart."""
+
+    FREE = 0
+    CACHED = 1
+    ACTIVE = 2
+    SHARED = 3
+    PREFILL = 4  # claimed by a prompt (or a recomputed beginning) that has not filled it yet
+    SWAPPED = 5  # of the host pool: holds a block of a preempted sequence
+
+
+def cells(manager: KVManager) -> NDArray[np.uint32]:
+    """Every device block in one number each, uint32 [num_blocks]; O(blocks) of NumPy, O(sequences) of Python.
+
+    Bits 0-7: CellState. 8-15: slots that hold a computed token. 16-23: references, 255 for more. 24: pinned.
+    """
+    refs = manager.pool.all_refs()
+    free = manager.pool.free()
+    states = np.minimum(refs, 2) + np.int32(CellState.CACHED)
+    filled = np.full(len(refs), manager.block_size, np.int32)
+    states[free], filled[free] = CellState.FREE, 0
+    _look_at_ends(manager, refs, states, filled)
+    packed = states | filled << 8 | np.minimum(refs, 255) << 16
+    if manager.pinned:
+        packed[list(manager.pinned)] |= 1 << 24
+    result: NDArray[np.uint32] = packed.astype(np.uint32)
+    return result
+
+
+def _look_at_ends(
+    manager: KVManager, refs: NDArray[np.int32], states: NDArray[np.int32], filled: NDArray[np.int32]
+) -> None:
+    """Sets what is special about the blocks in which the computed tokens of a sequence end, and those after them."""
+    ends: dict[int, list[int]] = {}  # block -> computed tokens in it, of each sequence that ends there
+    for seq in manager.sequences.values():
+        index, rest = divmod(seq.computed, manager.block_size)
+        if index == len(seq.table):
+            continue
+        ends.setdefault(seq.table[index], []).append(rest)
+        if seq.computed < seq.length:
+            claimed = seq.table.array[index:]
+            states[claimed[refs[claimed] == 1]] = CellState.PREFILL
+            filled[claimed[1:]] = 0
+    for block, rests in ends.items():
+        if block not in manager.cache.entries and refs[block] == len(rests):  # else somebody has it full
+            filled[block] = max(rests)
+
+
+def host_cells(manager: KVManager) -> NDArray[np.uint32]:
+    """Every host block as `cells` has it: SWAPPED or FREE, and its references; uint32 [host.num_blocks]."""
+    refs = manager.host.all_refs()
+    packed = (refs > 0) * np.int32(CellState.SWAPPED) | np.minimum(refs, 255) << 16
+    result: NDArray[np.uint32] = packed.astype(np.uint32)
+    return result

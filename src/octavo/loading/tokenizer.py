@@ -46,6 +46,7 @@ class Tokenizer:
     chat_template: str | None
     named_tokens: dict[str, str]  # what chat templates may use: "bos_token", "eos_token", ...
     prefix_space: bool = False  # encoding puts a space before the text
+    _longest: int | None = field(default=None, repr=False)
     _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
     _template: ChatTemplate | None = field(default=None, repr=False)
     _control: SpecialTokens | None = field(default=None, repr=False)
@@ -54,6 +55,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids below it have a text."""
         return self.vocabulary.size
+
+    @property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: no text has fewer tokens than its bytes divided by this."""
+        if self._longest is None:
+            self._longest = max((len(self.vocabulary.bytes(token)) for token in range(self.vocab_size)), default=1)
+        return self._longest
 
     @property
     def special_ids(self) -> frozenset[int]:
