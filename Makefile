@@ -54,7 +54,7 @@ bench: .venv/installed
 # the native code changes.
 .venv/installed: pyproject.toml $(NATIVE) | .venv/tools
 	@echo "Compiling and installing Octavo, with its dependencies (some minutes, once) ..."
-	@$(INSTALL) --editable .
+	@$(INSTALL) --editable '.[server]'
 	@touch $@
 
 .venv/installed-test: pyproject.toml $(NATIVE) | .venv/tools

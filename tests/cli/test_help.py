@@ -18,7 +18,7 @@ COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-define
 
 
 def test_all_commands_are_there() -> None:
-    assert sorted(COMMANDS) == ["batch", "chat", "demo", "generate", "models", "plan"]
+    assert sorted(COMMANDS) == ["batch", "chat", "demo", "generate", "models", "plan", "serve", "top"]
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -17,6 +17,8 @@ from octavo.cli.generate import generate
 from octavo.cli.models import models
 from octavo.cli.options import grouped
 from octavo.cli.plan import plan
+from octavo.cli.serve import serve
+from octavo.cli.top import top
 
 app = typer.Typer(
     add_completion=False,
@@ -24,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"max_content_width": 120},
 )
-for command in (generate, chat, batch, models, plan, demo):
+for command in (generate, chat, batch, serve, top, models, plan, demo):
     app.command()(grouped(command))
 
 

@@ -1,18 +1,20 @@
 """Opening a model for a command, and words on what is going on, to standard error. Knows no command.
 
-The only place of the CLI that makes an LLM.
+The only place of the CLI that makes an LLM or an AsyncLLM.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.cli.options import EngineOptions
 
 if TYPE_CHECKING:
+    from octavo.async_llm import AsyncLLM
     from octavo.llm import LLM
     from octavo.outputs import RequestOutput
 
@@ -22,6 +24,23 @@ def open_llm(model: str, options: EngineOptions) -> LLM:
 
     Raises ConfigError for a setting that cannot be and ModelError for a model that cannot be loaded.
     """
+    with loading(model):
+        from octavo.llm import LLM
+
+        return LLM(model, **options.given())
+
+
+def open_async_llm(model: str, options: EngineOptions) -> AsyncLLM:
+    """The same for many callers at once."""
+    with loading(model):
+        from octavo.async_llm import AsyncLLM
+
+        return AsyncLLM(model, **options.given())
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Tell, while it lasts, that the model is loaded, and that it is fetched first if it is."""
     from rich.console import Console
 
     from octavo.cli.memory import size
@@ -33,9 +52,7 @@ def open_llm(model: str, options: EngineOptions) -> LLM:
         # also where there is a spinner: this may take minutes
         console.print(f"Fetching {known.name} ({size(known.size)}) once …", highlight=False)
     with console.status(f"Loading {model} …"):
-        from octavo.llm import LLM
-
-        return LLM(model, **options.given())
+        yield
 
 
 def note(text: str | None) -> None:

@@ -1,0 +1,146 @@
+"""What goes wrong, as OpenAI's clients expect to hear it: a status and {"error": {message, type, param, code}}.
+
+Knows no engine. https://platform.openai.com/docs/guides/error-codes
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from octavo.errors import OctavoError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_LONGEST_VALUE = 80  # characters of a wrong value that a message repeats
+
+
+class ApiError(Exception):
+    """Answered with this status; `param` names the parameter at fault, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """What is sent."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+class ClientGone(Exception):  # noqa: N818 (nothing is wrong)
+    """The client has left; nobody is there to answer."""
+
+
+def from_exception(error: BaseException) -> ApiError:
+    """The answer to whatever was raised while a request was served."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    if isinstance(error, OctavoError):  # closed, or forked
+        return ApiError(503, str(error), code="unavailable")
+    logger.error("A request failed within the server.", exc_info=error)
+    return ApiError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Have every error of the app answered in OpenAI's shape."""
+
+    async def on_api_error(_: Request, error: Exception) -> JSONResponse:
+        return from_exception(error).response()
+
+    async def on_validation(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _validation_error(error.errors()).response()
+
+    async def on_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, ApiError):  # raised while FastAPI read the body
+            return error.__cause__.response()
+        return ApiError(error.status_code, _http_message(error), headers=error.headers).response()
+
+    async def on_gone(_: Request, __: Exception) -> JSONResponse:
+        return JSONResponse({}, 499)  # nginx's number for it; only the log sees it
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ClientGone, on_gone)
+    for kind in (ApiError, OctavoError):
+        app.add_exception_handler(kind, on_api_error)
+
+
+def _http_message(error: HTTPException) -> str:
+    if error.status_code == 404:
+        return "There is nothing at this path; /docs lists what there is."
+    if error.status_code == 405:
+        return f"This path does not take that method; it takes {(error.headers or {}).get('Allow', 'another')}."
+    return str(error.detail) or HTTPStatus(error.status_code).phrase
+
+
+def _validation_error(errors: Sequence[Any]) -> ApiError:
+    """One sentence on the first thing that is wrong with a body."""
+    # Of a union all members complain; the one that got furthest into the value knows best what was meant.
+    error = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])))
+    kind, loc = error["type"], [part for part in error["loc"] if part not in ("body", "path", "query")]
+    param = _spelled(loc) or None
+    if kind == "json_invalid":
+        return ApiError(400, f"The body is no valid JSON: {error.get('ctx', {}).get('error', error['msg'])}.")
+    if kind in ("extra_forbidden", "none_required"):
+        return ApiError(400, f"The parameter {param} is not supported.", param=param, code="unsupported_parameter")
+    if kind == "missing":
+        missing = "A JSON body (Content-Type: application/json)" if param is None else f"The parameter {param}"
+        return ApiError(400, f"{missing} is missing.", param=param, code="missing_required_parameter")
+    said = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
+    value = _shown(error.get("input"))
+    if param is None:
+        return ApiError(400, f"The body cannot be: {said}.", code="invalid_value")
+    return ApiError(400, f"{param} is {value}: {said[:1].lower()}{said[1:]}.", param=param, code="invalid_value")
+
+
+def _spelled(loc: Sequence[int | str]) -> str:
+    """A place in a body as people write it: messages[0].content."""
+    text = ""
+    for before, part in zip((None, *loc), loc, strict=False):
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and not (isinstance(before, int) and part in _ROLES):
+            text += f".{part}" if text else part
+    return text  # without what pydantic calls the members of a union: a role, or list[...]
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (ValueError, RecursionError):
+        text = repr(type(value))
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"

@@ -1,0 +1,95 @@
+"""Sending answers while the client is there: server-sent events, and stopping at once when it leaves. Knows no engine.
+
+https://html.spec.whatwg.org/multipage/server-sent-events.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.errors import ClientGone, from_exception
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One event that holds JSON."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the client leaves meanwhile. Raises ClientGone then."""
+    return await _unless_gone(request.receive, work)
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        with contextlib.suppress(BaseException):
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come. What fails after the first of them ends the stream with an error event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.background = None
+        self.status_code = 200
+        self._events = events
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await _unless_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            data = event(from_exception(error).body()) + DONE
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def begun(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+    """The stream, once its first event is there: until then a failure is an HTTP error with a status of its own."""
+    try:
+        first = await unless_gone(request, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+
+    async def all_events() -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(events):
+            yield first
+            async for data in events:
+                yield data
+
+    return EventStream(all_events())
