@@ -38,6 +38,7 @@ from octavo.server.memory_view import (
     block_detail,
     request_detail,
 )
+from octavo.server.replies import errors
 
 T = TypeVar("T")
 
@@ -294,19 +295,21 @@ def memory_router(llm: AsyncLLM, feed: MemoryFeed | None = None) -> APIRouter:
             raise ApiError(404, f"The page has no file {name!r}.", code="not_found")
         return _file(name, PAGE_FILES[name])
 
-    @router.get("/memory/snapshot")
+    @router.get("/memory/snapshot", responses=errors(401, 503))
     async def snapshot() -> dict[str, Any]:
         """Every block, the figures and the requests, now."""
         return snapshot_json(await ask(MemoryWatch().sample))
 
-    @router.get("/memory/blocks/{block}")
+    @router.get("/memory/blocks/{block}", responses=errors(400, 401, 404, 503))
     async def block(block: int) -> dict[str, Any]:
         """One physical block: holders, tokens, hash chain."""
         detail = await ask(partial(block_detail, block=block))
         return await asyncio.to_thread(block_json, detail, llm.tokenizer)
 
     @router.get(
-        "/memory/requests/{request_id:path}", response_model=None, responses={204: {"description": "It ended."}}
+        "/memory/requests/{request_id:path}",
+        response_model=None,
+        responses={204: {"description": "It ended."}, **errors(400, 401, 404, 503)},
     )
     async def request(request_id: str, ended: bool = False) -> dict[str, Any] | Response:
         """One request that runs or waits: its block tables, with whom each block is shared, its progress and texts.

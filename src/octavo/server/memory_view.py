@@ -265,7 +265,7 @@ class MemoryWatch:
         listed = begin - self._rows_at >= self._row_interval or len(engine.requests) != count
         if listed:
             self._rows_at = begin
-            self._rows, self._more_rows = _rows(engine, now)
+            self._rows, self._more_rows = _rows(engine)
         sample = Sample(
             number=self._number,
             time=begin,
@@ -343,19 +343,19 @@ def _most_tokens(engine: Engine, request: Request) -> int:
     return engine.limits.most_tokens(len(request.prompt_token_ids), request.params.max_tokens)
 
 
-def _rows(engine: Engine, now: Cells) -> tuple[list[RequestRow], int]:
+def _rows(engine: Engine) -> tuple[list[RequestRow], int]:
     """The requests to list, running ones first, and how many there are beside."""
     running = engine.scheduler.running[:MOST_REQUESTS]
-    rows = [_row(engine, request, now) for request in running]
+    rows = [_row(engine, request) for request in running]
     room = MOST_REQUESTS - len(rows)
     others = [r for r in engine.requests.values() if r.state is not State.RUNNING][:room] if room else []
-    rows += [_row(engine, request, now) for request in others]
+    rows += [_row(engine, request) for request in others]
     return rows, len(engine.requests) - len(rows)
 
 
-def _row(engine: Engine, request: Request, now: Cells) -> RequestRow:
+def _row(engine: Engine, request: Request) -> RequestRow:
     logical, blocks = _blocks_of(engine, request)
-    refs = now[blocks] >> 16 & 255 if request.state is State.RUNNING else np.zeros(0, np.uint32)
+    held = blocks.tolist() if request.state is State.RUNNING else []
     done, of = _prefill(request)
     return RequestRow(
         id=request.id,
@@ -370,7 +370,7 @@ def _row(engine: Engine, request: Request, now: Cells) -> RequestRow:
         sequences=len(request.live),
         logical_blocks=logical,
         blocks=len(blocks),
-        shared_blocks=int(np.count_nonzero(refs > 1)),
+        shared_blocks=sum([engine.kv.pool.refs(block) > 1 for block in held]),
         preemptions=request.preemptions,
     )
 
@@ -545,7 +545,7 @@ def request_detail(engine: Engine, request_id: str) -> RequestDetail:
     if request is None:
         raise Unknown(f"There is no request {request_id!r} here: it has ended, or never was.")
     size = engine.kv.block_size
-    row = _row(engine, request, cells(engine.kv))
+    row = _row(engine, request)
     count = request.num_sequences
     others = _who_else(engine, request)
     return RequestDetail(

@@ -136,8 +136,12 @@ def documented(reply: type[BaseModel], *statuses: int, stream: bool = False) -> 
     answer: dict[str, Any] = {"model": reply}
     if stream:
         answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
-    errors: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply} for status in statuses}
-    return {200: answer, **errors}
+    return {200: answer, **errors(*statuses)}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The part of `responses` on errors."""
+    return {status: {"model": ErrorReply} for status in statuses}
 
 
 SERVED = (400, 401, 404, 413, 429, 500, 503, 504)  # what asking the model for something can come to

@@ -196,7 +196,7 @@ function chain(detail, on) {
   }
   const links = detail.chain.map((link, i) =>
     h("button", { type: "button", class: link.block === detail.block ? "self" : "", title: `SHA-256 ${link.key}`, "aria-label": `Block ${link.block}, key ${link.key.slice(0, 8)}`, onclick: () => on.block(link.block) }, `${link.key.slice(0, 6)}`));
-  const shown = links.length > 7 ? [...links.slice(0, 3), h("i", {}, `… ${links.length - 6} more …`), ...links.slice(-3)] : links; // one line
+  const shown = links.length > 6 ? [...links.slice(0, 3), h("i", {}, `… ${links.length - 5} more …`), ...links.slice(-2)] : links; // one line
   const root = h("i", {}, detail.salted ? "salted root" : "root");
   const end = detail.key ? [] : [h("i", {}, "→ not full yet, so not hashed")];
   return h("span", { class: "chain" }, root, ...shown.flatMap((link) => [h("i", { "aria-hidden": "true" }, "→"), link]), ...end);
