@@ -108,7 +108,7 @@ export class Comparison {
     this.note = note;
     this.text = text;
     this.peak = null; // figures at the last moment most was held
-    this.kinds = [["paged", "Paged, as Octavo holds them"], ["contiguous_own", "In one piece, each at its own longest"], ["contiguous_model", "In one piece, each at the model's longest"]];
+    this.kinds = [["paged", "Paged, as Octavo holds them"], ["contiguous_own", "In one piece, at each one's longest"], ["contiguous_model", "In one piece, at the model's longest"]];
     this.parts = this.kinds.map(([key, name]) => {
       const value = h("b", {}, ""), canvas = h("canvas", { role: "img", "aria-label": name });
       root.append(h("figure", {}, h("figcaption", {}, h("span", {}, name), value), canvas));
