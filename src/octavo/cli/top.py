@@ -184,8 +184,9 @@ def view(figures: Essentials, url: str, width: int, speeds: list[float] | None =
         table.add_row("", sparkline(speeds[-max(10, width - 20) :]))
     table.add_row("blocks", bar(figures.blocks, max(10, width - 20)))
     table.add_row("", _legend(figures))
-    memory = f"{figures.utilisation:.1%} of the held slots store a token; {figures.prefix_hit_rate:.1%} prefix hits"
-    table.add_row("memory", memory)
+    held = figures.blocks.get("active", 0) + figures.blocks.get("shared", 0)
+    stored = f"{figures.utilisation:.1%} of the held slots store a token" if held else "nothing is held"
+    table.add_row("memory", f"{stored}; {figures.prefix_hit_rate:.1%} prefix hits")
     taken = figures.preemptions
     since = f"{figures.copies:,} copies on write, {figures.evictions:,} evictions, preemptions: "
     table.add_row("events", f"{since}{taken['recompute']:,} recompute, {taken['swap']:,} swap")

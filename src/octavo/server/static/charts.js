@@ -108,7 +108,7 @@ export class Comparison {
     this.note = note;
     this.text = text;
     this.peak = null; // figures at the last moment most was held
-    this.kinds = [["paged", "Paged, as Octavo holds them"], ["contiguous_own", "In one piece, at each one's longest"], ["contiguous_model", "In one piece, at the model's longest"]];
+    this.kinds = [["paged", "Paged, as Octavo holds them"], ["contiguous_own", "Contiguous, at each one's longest"], ["contiguous_model", "Contiguous, at the model's longest"]];
     this.parts = this.kinds.map(([key, name]) => {
       const value = h("b", {}, ""), canvas = h("canvas", { role: "img", "aria-label": name });
       root.append(h("figure", {}, h("figcaption", {}, h("span", {}, name), value), canvas));
@@ -156,7 +156,7 @@ export class Comparison {
     }
     const fits = Math.floor((geometry.num_blocks * bs) / (Math.ceil(geometry.max_model_len / bs) * bs));
     const sequences = f.sequences === 1 ? "One sequence" : `${number(f.sequences)} sequences`;
-    this.text.textContent = `${sequences} ${now ? (f.sequences === 1 ? "runs" : "run") : "ran"}. In one piece at the model's ${number(geometry.max_model_len)} tokens, this pool could never ${fits ? `run more than ${number(fits)} at once` : "run even one"}. Pale squares are reserved and hold nothing.`;
+    this.text.textContent = `${sequences} ${now ? (f.sequences === 1 ? "runs" : "run") : "ran"}. Contiguous at the model's ${number(geometry.max_model_len)} tokens, this pool could never ${fits ? `run more than ${number(fits)} at once` : "run even one"}. Pale squares are reserved and hold nothing.`;
   }
 
   redraw() {

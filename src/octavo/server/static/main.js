@@ -68,6 +68,7 @@ function refresh(message) {
   if (message.listed !== false) showRequests(message.requests, message.more_requests);
   if (feed.speed === "slow") showKeptDetail(message);
   else lookAtPicked();
+  if (field.hovered >= 0) pointAt(field.hovered, field.place(field.hovered)); // it may be another's by now
   if (shownBlock >= 0 || autoBlock >= 0) lookAtBlock(false);
   if (!byId("block-table").hidden) showBlockTable();
 }
