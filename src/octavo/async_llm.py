@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -31,6 +32,8 @@ from octavo.params import SamplingParams
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 class _Stream:
     """States of one request, handed from the engine's thread to an event loop.
@@ -43,20 +46,32 @@ class _Stream:
         self.changed = asyncio.Event()
         self._deltas = deltas
         self._unread: deque[RequestOutput] = deque(maxlen=None if deltas else 1)
+        self._fault: BaseException | None = None
 
     def put(self, request: Request) -> None:
         """Called by the engine's thread, which wakes the reader afterwards."""
         self._unread.append(request.news() if self._deltas else request.output())
 
+    def fail(self, error: BaseException) -> None:
+        """Called likewise, where no more can be put."""
+        self._fault = error
+
     async def get(self) -> RequestOutput:
-        """What was put since the last `get`, as one."""
+        """What was put since the last `get`, as one. Raises what the stream failed with."""
         while not self._unread:
+            if self._fault is not None:
+                raise self._fault
             self.changed.clear()
             await self.changed.wait()
         output = self._unread.popleft()
         while self._deltas and self._unread:
             output.extend(self._unread.popleft())
         return output
+
+
+def _wake_soon(loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+    with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is there to read
+        loop.call_soon_threadsafe(_wake, streams)
 
 
 def _wake(streams: list[_Stream]) -> None:
@@ -236,23 +251,38 @@ class AsyncLLM:
 
     def _end_all(self) -> None:
         requests = list(self._streams)
-        for request in requests:
-            self._engine.abort(request.id)
+        with contextlib.suppress(Exception):  # after a fault the engine may be past even that
+            for request in requests:
+                self._engine.abort(request.id)
         self._hand_out(requests)
+        self._fail(list(self._streams), OctavoError("The engine has ended."))
 
     def _hand_out(self, requests: Iterable[Request]) -> None:
         """Put the requests' states into their streams, and wake each event loop once."""
         woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
         for request in requests:
             stream = self._streams.get(request)
-            if stream is not None:
+            if stream is None:
+                continue
+            try:
                 stream.put(request)
-                woken.setdefault(stream.loop, []).append(stream)
-                if request.state is State.FINISHED:
-                    del self._streams[request]
+            except Exception as error:  # its text cannot be told; the others' can
+                logger.exception("Request %s cannot be handed out, and ends.", request.id)
+                self._fail([request], error)
+                self._engine.abort(request.id)
+                continue
+            woken.setdefault(stream.loop, []).append(stream)
+            if request.state is State.FINISHED:
+                del self._streams[request]
         for loop, streams in woken.items():
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is there to read
-                loop.call_soon_threadsafe(_wake, streams)
+            _wake_soon(loop, streams)
+
+    def _fail(self, requests: list[Request], error: BaseException) -> None:
+        """End the requests' streams with an error."""
+        for request in requests:
+            stream = self._streams.pop(request)
+            stream.fail(error)
+            _wake_soon(stream.loop, [stream])
 
     def _abort(self, engine: Engine, request_id: str) -> bool:
         request = engine.abort(request_id)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ModelError
-from octavo.loading.byte_level import BOS_BY_DEFAULT, SPLITS, WHOLE_WORDS, byte_level_bpe, to_bytes
+from octavo.loading.byte_level import BOS_BY_DEFAULT, SPLITS, WHOLE_WORDS, byte_level_bpe, to_bytes, token_ids
 from octavo.loading.gguf import GGUFFile
 from octavo.loading.sentencepiece import SPACE, ScoreEncoder, byte_of
 from octavo.loading.special import SpecialTokens
@@ -198,8 +198,7 @@ class _Source:
             raise ModelError(f"{self._path}: 'tokenizer.ggml.merges' do not fit the tokens: {error}.") from error
 
         def fragment(text: str, starts: bool) -> list[int]:
-            found: list[int] = bpe.encode(text, add_special_tokens=False).ids
-            return found
+            return token_ids(bpe, text)
 
         return fragment
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ModelError
-from octavo.loading.byte_level import to_bytes
+from octavo.loading.byte_level import to_bytes, token_ids
 from octavo.loading.files import read_json, read_text
 from octavo.loading.sentencepiece import SPACE, byte_of
 from octavo.loading.tokenizer import Tokenizer, Vocabulary
@@ -64,7 +64,7 @@ class _Encoder:
     control: frozenset[int]  # what text must not become: all special tokens but the unknown one
 
     def __call__(self, text: str, *, add: bool, parse: bool) -> list[int]:
-        found: list[int] = (self.full if parse else self.plain).encode(text, add_special_tokens=add).ids
+        found = token_ids(self.full if parse else self.plain, text, add=add)
         if parse or self.control.isdisjoint(found):
             return found
         # A vocabulary in which merges lead from characters to a control token: back to the characters.

@@ -87,10 +87,11 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any
     ) -> list[int]:
-        """Token ids of a chat. Spellings of control tokens within the messages stay text: only the template's own
-        become control tokens. Raises RequestError as `render_chat` does."""
+        """Token ids of a chat. Spellings of control tokens within the messages and `extra` (tools and their
+        descriptions) stay text: only the template's own become control tokens. Raises RequestError as `render_chat`
+        does."""
         try:
-            messages, mark = self._marked(messages)
+            (messages, extra), mark = self._marked([messages, extra])
         except RecursionError:
             raise RequestError("The messages are nested too deeply.") from None
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **extra)
@@ -188,8 +189,8 @@ def _texts(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _texts(inner)
+        for key, inner in value.items():
+            yield from (*_texts(key), *_texts(inner))
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _texts(inner)
@@ -200,7 +201,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _mapped(inner, change) for key, inner in value.items()}
+        return {_mapped(key, change): _mapped(inner, change) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_mapped(inner, change) for inner in value]
     return value

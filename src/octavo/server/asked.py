@@ -5,13 +5,10 @@ Raises ApiError or RequestError, naming the parameter, for what cannot be.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from octavo.grammar import Grammar
-from octavo.loading.tokenizer import Tokenizer
 from octavo.params import BeamParams, SamplingParams
 from octavo.server.errors import ApiError
 from octavo.server.schemas import (
@@ -22,8 +19,6 @@ from octavo.server.schemas import (
     ResponseFormat,
 )
 
-T = TypeVar("T")
-_QUICK = 8192  # characters that are tokenized at once; more go to a thread, lest everybody waits
 _DEFAULT_BEAMS = 4
 
 
@@ -57,13 +52,13 @@ def params_of(
     grammar: Grammar | None = None,
 ) -> SamplingParams | BeamParams:
     """The engine's parameters; what beam search has no use for is refused by name."""
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise ApiError(400, f"best_of is {body.best_of}; it must be at least n ({body.n or 1}).", param="best_of")
     if body.use_beam_search:
         return _beam_params(body, max_tokens, logprobs, prompt_logprobs, grammar)
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
             raise ApiError(400, f"{name} is for beam search; set use_beam_search.", param=name)
-    if body.best_of is not None and body.best_of < (body.n or 1):
-        raise ApiError(400, f"best_of is {body.best_of}; it must be at least n ({body.n or 1}).", param="best_of")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
         raise ApiError(400, "best_of chooses when all answers are there, so it cannot be streamed.", param="best_of")
     given: dict[str, Any] = {
@@ -167,18 +162,3 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: 
             param="messages" if param == "max_completion_tokens" else "prompt",
             code="context_length_exceeded",
         )
-
-
-async def tokenized(tokenizer: Tokenizer, length: int, max_model_len: int, encode: Callable[[], T]) -> T:
-    """What `encode` gives for `length` characters, off the event loop if it may take long.
-
-    Refuses, without looking at it, a text that has too many tokens even if all are the longest there are.
-    """
-    if length > max_model_len * tokenizer.longest_token:
-        raise ApiError(
-            400,
-            f"The prompt has {length} characters; the context holds {max_model_len} tokens, of at most "
-            f"{tokenizer.longest_token} bytes each.",
-            code="context_length_exceeded",
-        )
-    return encode() if length <= _QUICK else await asyncio.to_thread(encode)

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import Completion, RequestOutput
 from octavo.server import logprobs
-from octavo.server.asked import Job, check_length, grammar_of, params_of, tokenized
+from octavo.server.asked import Job, check_length, grammar_of, params_of
 from octavo.server.conversation import Conversation
 from octavo.server.errors import ApiError
 from octavo.server.replies import SERVED, ChatCompletion, documented
@@ -91,7 +91,7 @@ async def _prepare(service: Service, body: ChatRequest) -> tuple[Job, _Reply]:
     max_tokens = body.max_completion_tokens or body.max_tokens
     tokenizer = service.tokenizer
     conversation = Conversation(body, tokenizer)
-    ids = await tokenized(tokenizer, conversation.length, service.max_model_len, conversation.encode)
+    ids = await service.tokenized(conversation.length, conversation.encode)
     check_length(len(ids), max_tokens, service.max_model_len, "max_completion_tokens")
     params = params_of(
         body,

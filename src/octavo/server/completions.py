@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/completions
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -18,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import Completion, RequestOutput, TokenLogprobs
-from octavo.server.asked import Job, check_length, grammar_of, params_of, tokenized
+from octavo.server.asked import Job, check_length, grammar_of, params_of
 from octavo.server.errors import ApiError
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.server.replies import SERVED, TextCompletion, documented
@@ -109,14 +110,15 @@ async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[list
     """Token ids of each prompt, and the texts of those that were given as texts."""
     asked = body.prompt
     items = [asked] if isinstance(asked, str) or isinstance(asked[0], int) else asked
-    tokenizer, longest = service.tokenizer, service.max_model_len
+    tokenizer = service.tokenizer
     prompts: list[list[int]] = []
     texts: list[str | None] = []
     for item in items:
         if isinstance(item, str):
             encode = partial(tokenizer.encode, item, special=body.add_special_tokens)
-            prompts.append(await tokenized(tokenizer, len(item), longest, encode))
+            prompts.append(await service.tokenized(len(item), encode))
             texts.append(item)
+            await asyncio.sleep(0)  # others are served between two of hundreds
         else:
             assert isinstance(item, list)
             prompts.append(item)

@@ -30,7 +30,8 @@ class Conversation:
         self._messages, self._variables = prompted(messages, self._tools, tokenizer.chat_template)
         self._variables |= _extra(body)
         self._add_generation_prompt = body.add_generation_prompt is not False
-        self.length = len(json.dumps(self._messages, ensure_ascii=False))  # characters, some more than the texts'
+        said = json.dumps([self._messages, self._variables], ensure_ascii=False)
+        self.length = len(said)  # characters, some more than the texts'
 
     def encode(self) -> list[int]:
         """The tokens of the prompt."""

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from octavo.errors import OctavoError, RequestError
 
@@ -53,8 +53,9 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers)
+    def response(self) -> Response:
+        """In ASCII: a message may repeat what a client sent and no UTF-8 can hold, as half of a surrogate pair."""
+        return Response(json.dumps(self.body()), self.status, self.headers, media_type="application/json")
 
 
 class ClientGone(Exception):  # noqa: N818 (nothing is wrong)
@@ -70,31 +71,39 @@ def from_exception(error: BaseException) -> ApiError:
     if isinstance(error, OctavoError):  # closed, or forked
         return ApiError(503, str(error), code="unavailable")
     logger.error("A request failed within the server.", exc_info=error)
+    return _bug(error)
+
+
+def _bug(error: BaseException) -> ApiError:
     return ApiError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
 
 
 def install(app: FastAPI) -> None:
     """Have every error of the app answered in OpenAI's shape."""
 
-    async def on_api_error(_: Request, error: Exception) -> JSONResponse:
+    async def on_api_error(_: Request, error: Exception) -> Response:
         return from_exception(error).response()
 
-    async def on_validation(_: Request, error: Exception) -> JSONResponse:
+    async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _validation_error(error.errors()).response()
+        return _validation_error(error.errors(), request.headers.get("content-type")).response()
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, ApiError):  # raised while FastAPI read the body
             return error.__cause__.response()
         return ApiError(error.status_code, _http_message(error), headers=error.headers).response()
 
-    async def on_gone(_: Request, __: Exception) -> JSONResponse:
-        return JSONResponse({}, 499)  # nginx's number for it; only the log sees it
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nginx's number for it; only the log sees it
+
+    async def on_bug(_: Request, error: Exception) -> Response:
+        return _bug(error).response()  # which Starlette then raises again, for uvicorn to log
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientGone, on_gone)
+    app.add_exception_handler(Exception, on_bug)
     for kind in (ApiError, OctavoError):
         app.add_exception_handler(kind, on_api_error)
 
@@ -107,12 +116,12 @@ def _http_message(error: HTTPException) -> str:
     return str(error.detail) or HTTPStatus(error.status_code).phrase
 
 
-def _validation_error(errors: Sequence[Any]) -> ApiError:
+def _validation_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
     """One sentence on the first thing that is wrong with a body."""
-    # Of a union all members complain; the one that got furthest into the value knows best what was meant.
-    error = max(errors, key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])))
-    kind, loc = error["type"], [part for part in error["loc"] if part not in ("body", "path", "query")]
-    param = _spelled(loc) or None
+    # Of a union all members complain; the one that got furthest into the value knows best what was meant, and one that
+    # is not content with the value better than one that would have another type.
+    error = max(errors, key=_tells)
+    kind, param = error["type"], _spelled(error) or None
     if kind == "json_invalid":
         return ApiError(400, f"The body is no valid JSON: {error.get('ctx', {}).get('error', error['msg'])}.")
     if kind in ("extra_forbidden", "none_required"):
@@ -120,22 +129,41 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         missing = "A JSON body (Content-Type: application/json)" if param is None else f"The parameter {param}"
         return ApiError(400, f"{missing} is missing.", param=param, code="missing_required_parameter")
+    if kind == "string_unicode":
+        message = f"{param or 'A name in the body'} holds half of a surrogate pair, which is no Unicode character."
+        return ApiError(400, message, param=param, code="invalid_value")
     said = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
-    value = _shown(error.get("input"))
     if param is None:
-        return ApiError(400, f"The body cannot be: {said}.", code="invalid_value")
+        sent = "" if content_type else " It was sent without Content-Type: application/json."
+        return ApiError(400, f"The body cannot be: {said}.{sent}", code="invalid_value")
+    value = _shown(error.get("input"))
     return ApiError(400, f"{param} is {value}: {said[:1].lower()}{said[1:]}.", param=param, code="invalid_value")
 
 
-def _spelled(loc: Sequence[int | str]) -> str:
-    """A place in a body as people write it: messages[0].content."""
-    text = ""
-    for before, part in zip((None, *loc), loc, strict=False):
+def _tells(error: Any) -> tuple[bool, int, bool]:
+    """How much an error of validation tells, for `max`."""
+    kind = error["type"]
+    return kind == "extra_forbidden", len(error["loc"]), kind != "missing" and not kind.endswith("_type")
+
+
+def _spelled(error: Any) -> str:
+    """Where in a body an error is, as people write it: messages[0].content."""
+    loc = error["loc"][1:]  # without "body", "path" or "query"
+    stranger = len(loc) - 1 if error["type"] == "extra_forbidden" else None  # whose name may be anything
+    text, before = "", None
+    for place, part in enumerate(loc):
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and not (isinstance(before, int) and part in _ROLES):
-            text += f".{part}" if text else part
-    return text  # without what pydantic calls the members of a union: a role, or list[...]
+        elif place == stranger or not _is_member(part, before):
+            text += f".{part[:_LONGEST_VALUE]}" if text else part[:_LONGEST_VALUE]
+        before = part
+    return text
+
+
+def _is_member(part: str, before: int | str | None) -> bool:
+    """Whether pydantic so calls a member of a union: by a role, a kind, a class, or list[...]."""
+    named = (isinstance(before, int) and part in _ROLES) or before == "response_format"
+    return named or not part.isidentifier() or part[0].isupper()
 
 
 def _shown(value: object) -> str:

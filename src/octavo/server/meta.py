@@ -9,10 +9,9 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from octavo import __version__
-from octavo.server.asked import tokenized
 from octavo.server.conversation import Conversation
 from octavo.server.replies import Detokenized, Health, ModelCard, ModelList, Tokens, Version, documented
-from octavo.server.schemas import DetokenizeRequest, TokenizeChat, TokenizeText
+from octavo.server.schemas import DetokenizeRequest, TokenizeChat, TokenizeRequest
 from octavo.server.service import Service
 
 
@@ -40,8 +39,8 @@ def meta_router(service: Service) -> APIRouter:
         service.check_model(name)
         return JSONResponse(card(name))
 
-    @router.post("/tokenize", responses=documented(Tokens, 400, 401, 404, 413))
-    async def tokenize(body: TokenizeText | TokenizeChat) -> Response:
+    @router.post("/tokenize", responses=documented(Tokens, 400, 401, 404, 413, 429))
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a text, or of a conversation as the model would get it."""
         service.check_model(body.model)
         tokenizer = service.tokenizer
@@ -50,16 +49,19 @@ def meta_router(service: Service) -> APIRouter:
             length, encode = conversation.length, conversation.encode
         else:
             length, encode = len(body.prompt), partial(tokenizer.encode, body.prompt, special=body.add_special_tokens)
-        ids = await tokenized(tokenizer, length, service.max_model_len, encode)
-        texts = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+        ids = await service.tokenized(length, encode)
+        texts = None
+        if body.return_token_strs:
+            texts = await service.aside(len(ids), lambda: [tokenizer.token_text(token) for token in ids])
         reply = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": texts}
         return JSONResponse(reply)
 
-    @router.post("/detokenize", responses=documented(Detokenized, 400, 401, 404, 413))
+    @router.post("/detokenize", responses=documented(Detokenized, 400, 401, 404, 413, 429))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens, control tokens included."""
         service.check_model(body.model)
-        return JSONResponse({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": await service.aside(len(body.tokens), decode)})
 
     @router.get("/health/live", responses=documented(Health, 503))
     async def live() -> Response:

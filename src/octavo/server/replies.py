@@ -135,7 +135,7 @@ def documented(reply: type[BaseModel], *statuses: int, stream: bool = False) -> 
     """`responses` of a route that answers with `reply`, and with errors of these statuses."""
     answer: dict[str, Any] = {"model": reply}
     if stream:
-        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        answer["content"] = {"text/event-stream": {}}
     return {200: answer, **errors(*statuses)}
 
 

@@ -12,6 +12,7 @@ import uvicorn
 from octavo.async_llm import AsyncLLM
 from octavo.errors import ConfigError
 from octavo.server.app import build_app
+from octavo.server.connection import Connection
 from octavo.server.logs import RequestLog
 from octavo.server.service import Service
 from octavo.server.settings import ServerSettings
@@ -54,6 +55,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 RequestLog(app, self.service.metrics),
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -80,7 +82,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends."""
-        if self.should_exit:
+        if self.should_exit and self.started:
             self._loop.call_soon_threadsafe(self._end_requests)
         self.should_exit = True
 

@@ -10,10 +10,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 MAX_LOGPROBS = 20
 _MAX_STOPS = 64
+_MAX_IDS = 2**20
 
 
 def _whole(value: Any) -> Any:
@@ -21,17 +31,48 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _wholes(value: Any) -> Any:
+    """The same for all of a list, and at once: calling a function for each of a million ids takes a second."""
+    if isinstance(value, list) and len(value) > _MAX_IDS:
+        raise ValueError(f"there are {len(value)} token ids, and may be {_MAX_IDS}")
+    return [_whole(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
 Whole = Annotated[int, BeforeValidator(_whole)]
 Text = Annotated[str, Field(max_length=2**24)]
-TokenId = Annotated[Whole, Field(ge=0, lt=2**31)]
+# Of a million wrong items one is enough to tell of.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True), BeforeValidator(_wholes)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_MAX_BIASES = 4096
+
+
+def _not_too_many(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _MAX_BIASES:  # before each of a million is complained of
+        raise ValueError(f"there are {len(value)}, and may be {_MAX_BIASES}")
+    return value
+
+
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasedToken = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Biases = Annotated[dict[BiasedToken, Bias], Field(max_length=_MAX_BIASES), BeforeValidator(_not_too_many)]
 Json: TypeAlias = dict[str, Any]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stranger(cls, data: Any) -> Any:
+        """Of the fields that nobody knows only the first: to complain of a million would take seconds."""
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        strangers = data.keys() - known
+        if len(strangers) < 2:
+            return data
+        first = next(name for name in data if name in strangers)
+        return {name: value for name, value in data.items() if name == first or name in known}
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -42,7 +83,7 @@ class TextPart(_Body):
     text: Text
 
 
-Content: TypeAlias = Text | Annotated[list[TextPart], Field(min_length=1, max_length=4096)]
+Content: TypeAlias = Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=4096)]
 
 
 class FunctionCall(_Body):
@@ -74,7 +115,7 @@ class AssistantMessage(_Body):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=1024)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=1024)] | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -90,7 +131,7 @@ class ToolMessage(_Body):
 Message: TypeAlias = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
 ]
-Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=65_536)]
+Messages: TypeAlias = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=65_536)]
 
 
 # --- tools and formats ------------------------------------------------------------------------------------------------
@@ -157,12 +198,12 @@ class _Asked(_Body):
     n: Annotated[Whole, Field(ge=1, le=128)] | None = None
     best_of: Annotated[Whole, Field(ge=1, le=128)] | None = None
     seed: Whole | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=_MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[BiasedToken, Bias], Field(max_length=4096)] | None = None
+    logit_bias: Biases | None = None
     user: str | None = None  # whom the client asks for: nothing here depends on it
 
     # Beyond OpenAI, as vLLM names them.
@@ -170,7 +211,7 @@ class _Asked(_Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=4096)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=4096)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -181,7 +222,9 @@ class _Asked(_Body):
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
     grammar: Annotated[str, StringConstraints(min_length=1, max_length=2**16)] | None = None  # llguidance's Lark
     regex: Annotated[str, StringConstraints(min_length=1, max_length=2**16)] | None = None  # the whole answer's
-    choice: Annotated[list[Stop], Field(min_length=1, max_length=1024)] | None = None  # the answer is one of these
+    choice: Annotated[list[Stop], Field(fail_fast=True, min_length=1, max_length=1024)] | None = (
+        None  # the answer is one of these
+    )
 
 
 class ChatRequest(_Asked):
@@ -193,7 +236,7 @@ class ChatRequest(_Asked):
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -213,11 +256,9 @@ class CompletionRequest(_Asked):
 
     prompt: (
         Text
-        | Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
-        | Annotated[list[Text], Field(min_length=1, max_length=256)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]], Field(min_length=1, max_length=256)
-        ]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=256)]
+        | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=256)]
     )
     max_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = 16  # 0 with echo: only the prompt, and its logprobs
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -241,14 +282,23 @@ class TokenizeChat(_Body):
 
     model: str | None = None
     messages: Messages
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=128)] | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: Json | None = None
+
+
+def _of_text_or_chat(body: Any) -> str:
+    return "Chat" if isinstance(body, TokenizeChat) or (isinstance(body, dict) and "messages" in body) else "Text"
+
+
+TokenizeRequest: TypeAlias = Annotated[
+    Annotated[TokenizeText, Tag("Text")] | Annotated[TokenizeChat, Tag("Chat")], Discriminator(_of_text_or_chat)
+]
 
 
 class DetokenizeRequest(_Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: TokenIds

@@ -9,11 +9,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from octavo.async_llm import AsyncLLM
+from octavo.engine.engine import Engine
 from octavo.errors import OctavoError
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import Completion, RequestOutput
@@ -23,6 +26,9 @@ from octavo.server.logs import log_finished
 from octavo.server.metrics import Metrics
 from octavo.server.settings import ServerSettings
 
+T = TypeVar("T")
+_QUICK = 8192  # characters or tokens that are worked on at once; with more everybody would wait
+_MOST_ASIDE = 64  # longer ones that may wait, each with a body of megabytes
 Deltas: TypeAlias = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
@@ -35,8 +41,15 @@ class Admission:
         self._seconds = 1.0  # that a sequence stays, of late
 
     def enter(self, sequences: int) -> None:
-        """Raises ApiError 429 with Retry-After. A request that would fill the house alone may enter an empty one."""
-        if self.inside and self.inside + sequences > self.capacity:
+        """Raises ApiError 429 with Retry-After, and 400 for more than would fit the empty house."""
+        if sequences > self.capacity:
+            raise ApiError(
+                400,
+                f"The request asks for {sequences} sequences, {self.capacity} may run and wait here; ask for fewer "
+                "prompts at once or for a smaller n.",
+                code="too_many_sequences",
+            )
+        if self.inside + sequences > self.capacity:
             raise ApiError(
                 429,
                 f"{self.inside} sequences run or wait here, {self.capacity} may; try again later.",
@@ -64,6 +77,11 @@ class Service:
         self.admission = Admission(llm.config.sequence_limit + settings.max_queued)
         self.draining = asyncio.Event()  # set: nobody enters any more
         self._active: set[str] = set()  # the engine's names of requests that have not ended
+        # One at a time: of several, a second each, the event loop and the engine would wait for their turns too long.
+        # Not asyncio's threads, in which they would stand in line behind grammars.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="octavo-texts")
+        self._aside = 0  # texts it has to do
+        self._deadlines: list[_Deadline] = []  # of the jobs inside
 
     @property
     def model_name(self) -> str:
@@ -86,6 +104,35 @@ class Service:
                 code="model_not_found",
             )
 
+    async def tokenized(self, length: int, encode: Callable[[], T]) -> T:
+        """What `encode` gives for `length` characters. Refuses, without looking at it, a text that has too many tokens
+        even if all are the longest there are."""
+        longest = self.tokenizer.longest_token
+        if length > self.max_model_len * longest:
+            raise ApiError(
+                400,
+                f"The prompt has {length} characters; the context holds {self.max_model_len} tokens, of at most "
+                f"{longest} bytes each.",
+                code="context_length_exceeded",
+            )
+        return await self.aside(length, encode)
+
+    async def aside(self, size: int, work: Callable[[], T]) -> T:
+        """What `work` on so many characters or tokens gives, off the event loop if it may take long.
+
+        Raises ApiError 429 where too much such work waits.
+        """
+        if size <= _QUICK:
+            return work()
+        if self._aside >= _MOST_ASIDE:
+            message = "Too many long texts wait here; try again later."
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "5"})
+        self._aside += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        finally:
+            self._aside -= 1
+
     async def deltas(self, job: Job) -> Deltas:
         """(place of the prompt, what is new of its answers) until all are finished. Raises ApiError for what fails.
 
@@ -95,6 +142,8 @@ class Service:
             raise ApiError(503, "The server is shutting down.", code="unavailable", headers={"Retry-After": "5"})
         with self._entered(job), self._deadline(job) as deadline:
             async with contextlib.aclosing(self._all_deltas(job)) as deltas:
+                place, output = await deadline.before(anext(deltas))
+                yield place, _checked(output, deadline)
                 async for place, output in deltas:
                     yield place, _checked(output, deadline)
 
@@ -102,8 +151,9 @@ class Service:
     def _entered(self, job: Job) -> Iterator[None]:
         try:
             self.admission.enter(job.num_sequences)
-        except ApiError:
-            self.metrics.observe_rejected()
+        except ApiError as error:
+            if error.status == 429:
+                self.metrics.observe_rejected()
             raise
         begin = time.monotonic()
         try:
@@ -118,17 +168,22 @@ class Service:
 
         def expire() -> None:
             deadline.expired = True
+            deadline.over.set()
             self._abort(job.request_ids)
 
         timer = asyncio.get_running_loop().call_later(deadline.seconds, expire) if deadline.seconds else None
+        self._deadlines.append(deadline)
         try:
             yield deadline
         finally:
+            self._deadlines.remove(deadline)
             if timer is not None:
                 timer.cancel()
 
     def abort_all(self) -> None:
         """End every request now; its client is told so."""
+        for deadline in self._deadlines:
+            deadline.over.set()
         self._abort(self._active)
 
     def _abort(self, names: Iterable[str]) -> None:
@@ -165,7 +220,8 @@ class Service:
         log_finished(whole, engine_id=record.name, aborted=aborted, log_prompts=self.settings.log_prompts)
 
     async def _several(self, job: Job) -> Deltas:
-        """The streams of several prompts as one."""
+        """The streams of several prompts as one. None begins if one of them can never be served."""
+        await asyncio.wrap_future(self.llm.call(partial(_check, job)))
         merged: asyncio.Queue[tuple[int, RequestOutput] | BaseException] = asyncio.Queue()
 
         async def feed(place: int) -> None:
@@ -213,10 +269,40 @@ class _Record:
         return self.latest and replace(self.latest, completions=list(self.completions.values()))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Deadline:
+    """The end of a job's time, which may also be that of the server."""
+
     seconds: float  # 0: none
     expired: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def before(self, first: Awaitable[T]) -> T:
+        """What comes first of a job, if it comes in time: until then the engine may not know of it, and end it."""
+        coming, ending = asyncio.ensure_future(first), asyncio.ensure_future(self.over.wait())
+        try:
+            await asyncio.wait({coming, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                raise self.error()
+            return coming.result()
+        finally:
+            for task in (coming, ending):
+                task.cancel()
+            await asyncio.gather(coming, ending, return_exceptions=True)
+
+    def error(self) -> ApiError:
+        """What a job is told that was ended from elsewhere."""
+        if self.expired:
+            message = f"The request was not done within {self.seconds:g} seconds."
+            return ApiError(504, message, code="request_timeout")
+        return ApiError(503, "The request was aborted: the server is shutting down.", code="aborted")
+
+
+def _check(job: Job, engine: Engine) -> None:
+    """Raises RequestError for a job with a prompt that the engine can never serve."""
+    salt = job.cache_salt.encode("utf-8", "surrogatepass")
+    for ids in job.prompts:
+        engine.limits.check(ids, job.params, engine.kv, salt)
 
 
 def _checked(output: RequestOutput, deadline: _Deadline) -> RequestOutput:
@@ -227,8 +313,5 @@ def _checked(output: RequestOutput, deadline: _Deadline) -> RequestOutput:
     if output.error is not None or "error" in reasons:
         raise ApiError(500, output.error or "The engine failed.", code="engine_error")
     if "abort" in reasons or not reasons:
-        if deadline.expired:
-            message = f"The request was not done within {deadline.seconds:g} seconds."
-            raise ApiError(504, message, code="request_timeout")
-        raise ApiError(503, "The request was aborted: the server is shutting down.", code="aborted")
+        raise deadline.error()
     return output
