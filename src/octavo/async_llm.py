@@ -104,9 +104,14 @@ class AsyncLLM:
         return self._engine.config
 
     @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence, prompt and answer together."""
+    def context(self) -> int:
+        """Tokens of the longest sequence, as the model was made or set up for it."""
         return self._engine.limits.max_model_len
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that can be served: the context's, or all blocks' if they are fewer."""
+        return min(self.context, self._engine.kv.pool.num_blocks * self.config.block_size)
 
     @property
     def is_alive(self) -> bool:

@@ -15,3 +15,7 @@ class ConfigError(OctavoError, ValueError):
 
 class RequestError(OctavoError, ValueError):
     """A request cannot be served as asked: bad parameters, or a prompt that can never fit."""
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param  # the one at fault, where it is one

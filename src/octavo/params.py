@@ -15,7 +15,7 @@ FLOAT32_MAX = 3.4e38
 
 def _check(ok: bool, name: str, value: object, must: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {value!r}; it must be {must}.")
+        raise RequestError(f"{name} is {value!r}; it must be {must}.", param=name)
 
 
 def _listed(name: str, value: Any, fits: Callable[[Any], bool], must: str) -> tuple[Any, ...]:

@@ -54,10 +54,11 @@ def test_half_a_surrogate_pair_anywhere_is_no_fault_of_the_server(toy: ToyServer
     function = {"name": "f", "description": half, "parameters": {"type": "object", "properties": {half: {}}}}
     call = {"id": half, "type": "function", "function": {"name": half, "arguments": half}}
     texts: list[dict[str, Any]] = [
-        *({name: half} for name in ("prompt", "stop", "cache_salt", "model", "user", "regex", "grammar", "n", half)),
+        *({name: half} for name in ("prompt", "stop", "cache_salt", "model", "user", "grammar", "n", half)),
         {"prompt": [half, "a"], "echo": True, "logprobs": 1},
         {"stop": [half]},
-        {"choice": [half]},
+        {"structured_outputs": {"choice": [half]}},
+        {"structured_outputs": {"regex": half}},
         {"logit_bias": {half: 1}},
         {"response_format": {"type": half}},
     ]
@@ -91,7 +92,7 @@ def test_a_parameter_not_known_is_refused_by_its_name_whatever_that_is(toy: ToyS
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
-        ("/tokenize", {"prompt": 5}, "prompt", "string"),
+        ("/tokenize", {"prompt": 5}, "prompt", "a text"),
         ("/tokenize", {"messages": 5}, "messages", "list"),
         ("/v1/completions", SHORT | {"stop": ["a"] * 65}, "stop", "64"),
         ("/v1/completions", SHORT | {"prompt": []}, "prompt", "at least 1"),
@@ -171,7 +172,7 @@ def test_the_time_of_a_request_is_over_while_its_grammar_is_made(stream: bool) -
     with toy_server({"request_timeout": 0.2}) as toy:
         released = threading.Event()
         with patch.object(toy.llm._engine.constraints, "compile", lambda _: released.wait(10)):
-            response = toy.post("/v1/completions", SHORT | {"regex": "[a-e]", "stream": stream})
+            response = toy.post("/v1/completions", SHORT | {"structured_outputs": {"regex": "[a-e]"}, "stream": stream})
             assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
             released.set()
         assert toy.server.service.admission.inside == 0

@@ -219,6 +219,30 @@ def test_a_step_that_fails_in_the_midst_of_a_stream_ends_it_with_an_error_event(
         assert toy.held_blocks() == 0
 
 
+def test_while_it_drains_whoever_comes_is_told_and_what_runs_ends() -> None:
+    with toy_server() as toy, slow_steps(toy, 0.01):
+        texts: list[str] = []
+        thread = threading.Thread(target=lambda: texts.append(toy.post("/v1/completions", ENDLESS).text))
+        thread.start()
+        wait_until(lambda: toy.held_blocks() > 0)
+        toy.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: httpx.get(f"{toy.url}/health").status_code == 503)  # on a connection of its own
+        assert httpx.get(f"{toy.url}/health/live").status_code == 200
+        refused = toy.post("/v1/completions", SHORT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        thread.join()
+        assert events(texts[0])[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_what_no_state_of_the_pool_could_hold_is_refused_before_any_work() -> None:
+    with toy_server(num_blocks=10) as toy:  # of 4 tokens each, far fewer than the context of 512
+        assert httpx.get(f"{toy.url}/v1/models").json()["data"][0]["max_model_len"] == 40
+        refused = toy.post("/v1/completions", SHORT | {"max_tokens": 40})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert not toy.model.steps
+        assert toy.post("/v1/completions", SHORT | {"max_tokens": 30}).status_code == 200
+
+
 def test_an_engine_that_is_gone_is_told_by_health_and_answers_503() -> None:
     with toy_server() as toy:
         assert httpx.get(f"{toy.url}/health/live").status_code == 200
@@ -285,7 +309,9 @@ FIELDS = (
         ["model", "messages", "prompt", "max_tokens", "n", "best_of", "stop", "seed", "logprobs", "top_logprobs"]
     )
     | st.sampled_from(["logit_bias", "tools", "tool_choice", "response_format", "stream", "stream_options", "echo"])
-    | st.sampled_from(["temperature", "top_p", "grammar", "regex", "choice", "suffix", "priority", "use_beam_search"])
+    | st.sampled_from(
+        ["temperature", "top_p", "grammar", "structured_outputs", "suffix", "priority", "use_beam_search"]
+    )
 )
 
 

@@ -204,6 +204,7 @@ class TestRequestLog:
             while not tally.seen and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert httpx.get(f"http://127.0.0.1:{port}/items/1").status_code == 200
+        logging.getLogger("uvicorn.error").warning("a word")
         entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
         ended = {e["request_id"]: e for e in entries if e["logger"] == "octavo.http"}
         assert ended["gone"]["client_left"]

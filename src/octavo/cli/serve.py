@@ -12,6 +12,7 @@ from octavo.cli.session import note, open_async_llm
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from octavo.async_llm import AsyncLLM
     from octavo.server.settings import ServerSettings
 
 ServedModel = Annotated[
@@ -101,6 +102,7 @@ def serve(
     url = _url(settings, listening.getsockname()[1])
     llm = open_async_llm(model, engine)
     _note_open_door(settings)
+    _note_small_pool(llm)
     run(
         llm, settings, listening, lambda: note(f"serving {settings.model_names[0]} at {url} (memory page) and {url}/v1")
     )
@@ -110,6 +112,16 @@ def _note_open_door(settings: ServerSettings) -> None:
     """Say so where anybody in the network may ask."""
     if settings.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
         note("anybody who reaches this address may ask and watch; --api-key would keep them out.")
+
+
+def _note_small_pool(llm: AsyncLLM) -> None:
+    """Say so where memory, not the model, bounds a request."""
+    context = llm.context
+    if llm.max_model_len < context:
+        note(
+            f"all KV blocks hold {llm.max_model_len:,} tokens, fewer than the context of {context:,}: no request may "
+            "have more; raise --kv-memory or --num-blocks."
+        )
 
 
 def _name_of(model: str) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
-from starlette.responses import Response
 
 from octavo import __version__
 from octavo.async_llm import AsyncLLM
@@ -26,14 +25,13 @@ DESCRIPTION = "OpenAI's API over an engine whose KV cache is virtual memory; the
 
 def build_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """The application over a model; `app.state.service` is what its routes share, `app.state.feed` feeds the page."""
-    app = FastAPI(title="Octavo", version=__version__, description=DESCRIPTION)
+    app = FastAPI(title="Octavo", version=__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
     service, feed = Service(llm, settings), MemoryFeed(llm)
     app.state.service, app.state.feed = service, feed
     for router in (
         chat_router(service),
         completions_router(service),
         meta_router(service),
-        _metrics_router(service),
         memory_router(llm, feed),
     ):
         app.include_router(router)
@@ -64,15 +62,3 @@ def _document(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
                 asked["enum"] = list(settings.model_names)
         app.openapi_schema = document
     return app.openapi_schema
-
-
-def _metrics_router(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
-    async def metrics(request: Request) -> Response:
-        """What Prometheus scrapes."""
-        body, content_type = await service.metrics.render(request.headers.get("accept", ""))
-        return Response(body, headers={"Content-Type": content_type})
-
-    return router

@@ -6,9 +6,8 @@ https://platform.openai.com/docs/api-reference/chat
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,15 +17,15 @@ from starlette.responses import JSONResponse, Response
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import Completion, RequestOutput
 from octavo.server import logprobs
-from octavo.server.asked import Job, check_length, grammar_of, params_of
+from octavo.server.assembly import Usage, chunks, whole
 from octavo.server.conversation import Conversation
 from octavo.server.errors import ApiError
-from octavo.server.replies import SERVED, ChatCompletion, documented
+from octavo.server.jobs import Job, check_length, grammar_of, params_of
 from octavo.server.schemas import ChatRequest
 from octavo.server.service import Service
-from octavo.server.streaming import DONE, begun, event, unless_gone
+from octavo.server.shapes import SERVED, ChatCompletion, documented
+from octavo.server.streaming import begun, unless_gone
 from octavo.server.tools import ToolParser
-from octavo.server.usage import Usage
 
 
 @dataclass(slots=True)
@@ -44,7 +43,7 @@ class _Reply:
     id: str
     model: str
     tokenizer: Tokenizer
-    tools: Conversation
+    conversation: Conversation
     with_logprobs: bool
     created: int = field(default_factory=lambda: int(time.time()))
     usage: Usage = field(default_factory=Usage)
@@ -52,7 +51,7 @@ class _Reply:
 
     def answer(self, index: int) -> _Answer:
         if index not in self.answers:
-            self.answers[index] = _Answer(self.tools.parser())
+            self.answers[index] = _Answer(self.conversation.parser())
         return self.answers[index]
 
     def named(self, kind: str) -> dict[str, Any]:
@@ -73,17 +72,19 @@ def chat_router(service: Service) -> APIRouter:
         job, reply = await _prepare(service, body)
         deltas = service.deltas(job)
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return await begun(request, _chunks(deltas, reply, with_usage))
-        return JSONResponse(await unless_gone(request, _whole(deltas, reply)))
+            last = reply.usage.as_dict if body.wants_usage else None
+            named, per_step = reply.named("chat.completion.chunk"), partial(_delta_choices, reply=reply)
+            return await begun(request, chunks(deltas, reply.usage, named, per_step, last))
+        (output,) = await unless_gone(request, whole(deltas, reply.usage))
+        choices = [_choice(completion, reply) for completion in output.completions]
+        return JSONResponse({**reply.named("chat.completion"), "choices": choices, "usage": reply.usage.as_dict()})
 
     return router
 
 
 async def _prepare(service: Service, body: ChatRequest) -> tuple[Job, _Reply]:
     """Check a body and turn it into work. Raises ApiError or RequestError."""
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options is for streams; set stream.", param="stream_options")
+    body.check_stream()
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
@@ -105,19 +106,6 @@ async def _prepare(service: Service, body: ChatRequest) -> tuple[Job, _Reply]:
 
 
 # --- whole ------------------------------------------------------------------------------------------------------------
-
-
-async def _whole(deltas: AsyncIterator[tuple[int, RequestOutput]], reply: _Reply) -> dict[str, Any]:
-    whole: RequestOutput | None = None
-    async for place, output in deltas:
-        reply.usage.note(place, output)
-        if whole is None:
-            whole = output
-        else:
-            whole.extend(output)
-    assert whole is not None
-    choices = [_choice(completion, reply) for completion in sorted(whole.completions, key=lambda c: c.index)]
-    return {**reply.named("chat.completion"), "choices": choices, "usage": reply.usage.as_dict()}
 
 
 def _choice(completion: Completion, reply: _Reply) -> dict[str, Any]:
@@ -149,24 +137,12 @@ def _ended(parser: ToolParser, finish_reason: str | None) -> str | None:
 # --- as events --------------------------------------------------------------------------------------------------------
 
 
-async def _chunks(
-    deltas: AsyncGenerator[tuple[int, RequestOutput], None], reply: _Reply, with_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """The chunks of a streamed answer, those of one step together."""
-    named = reply.named("chat.completion.chunk")
-    nothing = {"usage": None} if with_usage else {}
-    async with aclosing(deltas) as stream:
-        async for place, output in stream:
-            reply.usage.note(place, output)
-            choices = [choice for completion in output.completions for choice in _delta_choices(completion, reply)]
-            if choices:
-                yield b"".join([event({**named, "choices": [choice], **nothing}) for choice in choices])
-    if with_usage:
-        yield event({**named, "choices": [], "usage": reply.usage.as_dict()})
-    yield DONE
+def _delta_choices(place: int, output: RequestOutput, reply: _Reply) -> list[dict[str, Any]]:
+    """What a step adds to the choices."""
+    return [choice for completion in output.completions for choice in _deltas_of(completion, reply)]
 
 
-def _delta_choices(completion: Completion, reply: _Reply) -> list[dict[str, Any]]:
+def _deltas_of(completion: Completion, reply: _Reply) -> list[dict[str, Any]]:
     """What a step adds to one choice."""
     answer = reply.answer(completion.index)
     found: list[dict[str, Any]] = []

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,14 +17,14 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import Completion, RequestOutput, TokenLogprobs
-from octavo.server.asked import Job, check_length, grammar_of, params_of
+from octavo.server.assembly import Usage, chunks, whole
 from octavo.server.errors import ApiError
+from octavo.server.jobs import Job, check_length, grammar_of, params_of
 from octavo.server.logprobs import CompletionLogprobs
-from octavo.server.replies import SERVED, TextCompletion, documented
 from octavo.server.schemas import CompletionRequest
 from octavo.server.service import Service
-from octavo.server.streaming import DONE, begun, event, unless_gone
-from octavo.server.usage import Usage
+from octavo.server.shapes import SERVED, TextCompletion, documented
+from octavo.server.streaming import begun, unless_gone
 
 
 @dataclass(slots=True)
@@ -67,17 +65,19 @@ def completions_router(service: Service) -> APIRouter:
         job, reply = await _prepare(service, body)
         deltas = service.deltas(job)
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return await begun(request, _chunks(deltas, reply, with_usage))
-        return JSONResponse(await unless_gone(request, _whole(deltas, reply)))
+            last = reply.usage_dict if body.wants_usage else None
+            per_step = partial(_choices, reply=reply)
+            return await begun(request, chunks(deltas, reply.usage, reply.named(), per_step, last))
+        outputs = enumerate(await unless_gone(request, whole(deltas, reply.usage)))
+        choices = [_choice(c, place, output, reply) for place, output in outputs for c in output.completions]
+        return JSONResponse({**reply.named(), "choices": choices, "usage": reply.usage_dict()})
 
     return router
 
 
 async def _prepare(service: Service, body: CompletionRequest) -> tuple[Job, _Reply]:
     """Check a body and turn it into work. Raises ApiError or RequestError."""
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options is for streams; set stream.", param="stream_options")
+    body.check_stream()
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0; that gives something only with echo.", param="max_tokens")
     tokenizer = service.tokenizer
@@ -126,37 +126,10 @@ async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[list
     return prompts, texts
 
 
-async def _whole(deltas: AsyncIterator[tuple[int, RequestOutput]], reply: _Reply) -> dict[str, Any]:
-    wholes: dict[int, RequestOutput] = {}
-    async for place, output in deltas:
-        reply.usage.note(place, output)
-        if place in wholes:
-            wholes[place].extend(output)
-        else:
-            wholes[place] = output
-    choices = [
-        {**_choice(completion, place, wholes[place], reply), "finish_reason": completion.finish_reason}
-        for place in sorted(wholes)
-        for completion in sorted(wholes[place].completions, key=lambda c: c.index)
-    ]
-    return {**reply.named(), "choices": choices, "usage": reply.usage_dict()}
-
-
-async def _chunks(
-    deltas: AsyncGenerator[tuple[int, RequestOutput], None], reply: _Reply, with_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """The chunks of a streamed answer, those of one step together."""
-    nothing = {"usage": None} if with_usage else {}
-    async with aclosing(deltas) as stream:
-        async for place, output in stream:
-            reply.usage.note(place, output)
-            choices = [_choice(completion, place, output, reply) for completion in output.completions]
-            shown = [c for c in choices if c["text"] or c["logprobs"] or c["finish_reason"]]
-            if shown:
-                yield b"".join([event({**reply.named(), "choices": [choice], **nothing}) for choice in shown])
-    if with_usage:
-        yield event({**reply.named(), "choices": [], "usage": reply.usage_dict()})
-    yield DONE
+def _choices(place: int, output: RequestOutput, reply: _Reply) -> list[dict[str, Any]]:
+    """What a step adds to the choices of a prompt, where it adds something."""
+    choices = [_choice(completion, place, output, reply) for completion in output.completions]
+    return [choice for choice in choices if choice["text"] or choice["logprobs"] or choice["finish_reason"]]
 
 
 def _choice(completion: Completion, place: int, output: RequestOutput, reply: _Reply) -> dict[str, Any]:

@@ -28,6 +28,30 @@ _TYPES = {
     503: "server_error",
     504: "server_error",
 }
+_NAMES = {"width": "best_of", "include_stop": "include_stop_str_in_output"}  # what the engine calls otherwise
+# What pydantic finds wrong, by its name for it, in our words.
+_MUST = {
+    "too_short": "have at least {min_length} of them",
+    "too_long": "have at most {max_length} of them",
+    "string_too_short": "have at least {min_length} character(s)",
+    "string_too_long": "have at most {max_length} characters",
+    "string_pattern_mismatch": "match {pattern}",
+    "greater_than": "be over {gt}",
+    "greater_than_equal": "be at least {ge}",
+    "less_than": "be under {lt}",
+    "less_than_equal": "be at most {le}",
+    "finite_number": "be a finite number",
+    "literal_error": "be {expected}",
+    "int_type": "be a whole number",
+    "int_from_float": "be a whole number",
+    "float_type": "be a number",
+    "bool_type": "be true or false",
+    "string_type": "be a text",
+    "list_type": "be a list",
+    "dict_type": "be an object",
+    "model_type": "be an object",
+    "model_attributes_type": "be an object",
+}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _LONGEST_VALUE = 80  # characters of a wrong value that a message repeats
 
@@ -67,7 +91,7 @@ def from_exception(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=_NAMES.get(error.param or "", error.param))
     if isinstance(error, OctavoError):  # closed, or forked
         return ApiError(503, str(error), code="unavailable")
     logger.error("A request failed within the server.", exc_info=error)
@@ -110,7 +134,7 @@ def install(app: FastAPI) -> None:
 
 def _http_message(error: HTTPException) -> str:
     if error.status_code == 404:
-        return "There is nothing at this path; /docs lists what there is."
+        return "There is nothing at this path; /openapi.json lists what there is."
     if error.status_code == 405:
         return f"This path does not take that method; it takes {(error.headers or {}).get('Allow', 'another')}."
     return str(error.detail) or HTTPStatus(error.status_code).phrase
@@ -129,15 +153,17 @@ def _validation_error(errors: Sequence[Any], content_type: str | None) -> ApiErr
     if kind == "missing":
         missing = "A JSON body (Content-Type: application/json)" if param is None else f"The parameter {param}"
         return ApiError(400, f"{missing} is missing.", param=param, code="missing_required_parameter")
+    if param is None and "json" not in (content_type or ""):
+        sent = f"The body was sent as {content_type[:80]}" if content_type else "The body was sent without a type"
+        return ApiError(400, f"{sent}; send it with Content-Type: application/json.", code="invalid_value")
     if kind == "string_unicode":
         message = f"{param or 'A name in the body'} holds half of a surrogate pair, which is no Unicode character."
         return ApiError(400, message, param=param, code="invalid_value")
-    said = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
-    if param is None:
-        sent = "" if content_type else " It was sent without Content-Type: application/json."
-        return ApiError(400, f"The body cannot be: {said}.{sent}", code="invalid_value")
+    must = _MUST.get(kind, "").format_map(error.get("ctx", {}))
+    said = f"it must {must}" if must else str(error["msg"]).removeprefix("Value error, ").rstrip(".")
     value = _shown(error.get("input"))
-    return ApiError(400, f"{param} is {value}: {said[:1].lower()}{said[1:]}.", param=param, code="invalid_value")
+    message = f"{param or 'The body'} is {value}; {said[:1].lower()}{said[1:]}."
+    return ApiError(400, message, param=param, code="invalid_value")
 
 
 def _tells(error: Any) -> tuple[bool, int, bool]:

@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -165,15 +165,19 @@ class RequestLog:
 
     The id is the client's X-Request-Id if that is 1 to 128 printable ASCII characters without spaces, else a new one;
     it is in `request_id` while the request is answered and in the answer's X-Request-Id. The line is written when the
-    last byte is out or the client is gone; those for the paths in `quiet` at level debug.
+    last byte is out or the client is gone; those of paths that begin as `quiet` says at level debug.
     """
 
     def __init__(
-        self, app: App, metrics: Metrics | None = None, *, quiet: Collection[str] = ("/health", "/metrics")
+        self,
+        app: App,
+        metrics: Metrics | None = None,
+        *,
+        quiet: tuple[str, ...] = ("/health", "/metrics", "/memory/", "/page/"),
     ) -> None:
         self.app = app
         self.metrics = metrics
-        self._quiet = frozenset(quiet)
+        self._quiet = quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -207,7 +211,7 @@ class RequestLog:
             fields["failed"] = True
         if scope.get("client"):
             fields["client"] = scope["client"][0]
-        level = logging.DEBUG if path in self._quiet and status < 400 else logging.INFO
+        level = logging.DEBUG if path.startswith(self._quiet) and status < 400 else logging.INFO
         if status >= 500 or exchange.failed:
             level = logging.ERROR
         http_logger.log(level, "request answered", extra={"fields": fields})

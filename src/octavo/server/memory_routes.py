@@ -38,7 +38,7 @@ from octavo.server.memory_view import (
     block_detail,
     request_detail,
 )
-from octavo.server.replies import errors
+from octavo.server.shapes import errors
 
 T = TypeVar("T")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from octavo import __version__
 from octavo.server.conversation import Conversation
-from octavo.server.replies import Detokenized, Health, ModelCard, ModelList, Tokens, Version, documented
 from octavo.server.schemas import DetokenizeRequest, TokenizeChat, TokenizeRequest
 from octavo.server.service import Service
+from octavo.server.shapes import Detokenized, Health, ModelCard, ModelList, Tokens, Version, documented
 
 
 def meta_router(service: Service) -> APIRouter:
@@ -80,5 +80,11 @@ def meta_router(service: Service) -> APIRouter:
     async def version() -> Response:
         """Octavo's version."""
         return JSONResponse({"version": __version__})
+
+    @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    async def metrics(request: Request) -> Response:
+        """What Prometheus scrapes."""
+        body, content_type = await service.metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
 
     return router

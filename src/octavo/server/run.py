@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -16,6 +17,8 @@ from octavo.server.connection import Connection
 from octavo.server.logs import RequestLog
 from octavo.server.service import Service
 from octavo.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 0.5  # seconds that a client has to read why its request was aborted
 _KEEP_ALIVE = 75  # seconds; longer than the proxies in front usually wait, lest a request meet a closing connection
@@ -57,6 +60,7 @@ class Server(uvicorn.Server):
                 RequestLog(app, self.service.metrics),
                 http=Connection,
                 log_config=None,
+                log_level="warning",  # what it says of its own course, the lines here say better
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE,
@@ -72,13 +76,26 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close. Until the last request has ended, who comes is told that this server is on its way out."""
         self.service.draining.set()
         self._close_pages()
-        limit = asyncio.get_running_loop().call_later(self.service.settings.drain_timeout, self._end_requests)
+        limit = self._loop.call_later(self.service.settings.drain_timeout, self._end_requests)
+        self._say_what_runs()
         try:
+            while self.service.is_busy and not self.force_exit:
+                await asyncio.sleep(0.05)
             await super().shutdown(sockets=sockets)
         finally:
             limit.cancel()
+
+    def _say_what_runs(self) -> None:
+        if self.service.is_busy:
+            seconds = self.service.settings.drain_timeout
+            logger.info(
+                "draining: %d sequences still run or wait, for at most %g seconds; a second signal ends them",
+                self.service.admission.inside,
+                seconds,
+            )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends."""

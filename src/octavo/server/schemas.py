@@ -21,6 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from octavo.server.errors import ApiError
+
 MAX_LOGPROBS = 20
 _MAX_STOPS = 64
 _MAX_IDS = 2**20
@@ -181,6 +183,19 @@ class JsonSchemaFormat(_Body):
 ResponseFormat: TypeAlias = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=2**16)]  # llguidance's Lark, or GBNF
+
+
+class StructuredOutputs(_Body):
+    """What an answer must be, in one of vLLM's ways."""
+
+    json_: Json | bool | None = Field(None, alias="json")  # a schema
+    json_object: Literal[True] | None = None
+    regex: GrammarText | None = None  # of the whole answer
+    choice: Annotated[list[Stop], Field(fail_fast=True, min_length=1, max_length=1024)] | None = None
+    grammar: GrammarText | None = None
+
+
 class StreamOptions(_Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
@@ -220,11 +235,18 @@ class _Asked(_Body):
     early_stopping: bool | Literal["never"] | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = None  # lower ones run first
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
-    grammar: Annotated[str, StringConstraints(min_length=1, max_length=2**16)] | None = None  # llguidance's Lark
-    regex: Annotated[str, StringConstraints(min_length=1, max_length=2**16)] | None = None  # the whole answer's
-    choice: Annotated[list[Stop], Field(fail_fast=True, min_length=1, max_length=1024)] | None = (
-        None  # the answer is one of these
-    )
+    grammar: GrammarText | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check_stream(self) -> None:
+        """Raises ApiError for what is for streams where none is asked for."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is for streams; set stream.", param="stream_options")
 
 
 class ChatRequest(_Asked):

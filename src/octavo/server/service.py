@@ -20,8 +20,8 @@ from octavo.engine.engine import Engine
 from octavo.errors import OctavoError
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import Completion, RequestOutput
-from octavo.server.asked import Job
 from octavo.server.errors import ApiError
+from octavo.server.jobs import Job
 from octavo.server.logs import log_finished
 from octavo.server.metrics import Metrics
 from octavo.server.settings import ServerSettings
@@ -59,7 +59,7 @@ class Admission:
         self.inside += sequences
 
     def leave(self, sequences: int, seconds: float) -> None:
-        """After so many seconds."""
+        """Make room again; they were inside for so many seconds."""
         self.inside -= sequences
         self._seconds += 0.1 * (seconds - self._seconds)
 
@@ -82,6 +82,11 @@ class Service:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="octavo-texts")
         self._aside = 0  # texts it has to do
         self._deadlines: list[_Deadline] = []  # of the jobs inside
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are requests that have not ended."""
+        return self.admission.inside > 0
 
     @property
     def model_name(self) -> str:
@@ -164,7 +169,7 @@ class Service:
     @contextlib.contextmanager
     def _deadline(self, job: Job) -> Iterator[_Deadline]:
         """Has the job aborted when its time is over."""
-        deadline = _Deadline(self.settings.request_timeout)
+        deadline = _Deadline(self.settings.request_timeout, self.draining)
 
         def expire() -> None:
             deadline.expired = True
@@ -274,6 +279,7 @@ class _Deadline:
     """The end of a job's time, which may also be that of the server."""
 
     seconds: float  # 0: none
+    draining: asyncio.Event
     expired: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -295,7 +301,8 @@ class _Deadline:
         if self.expired:
             message = f"The request was not done within {self.seconds:g} seconds."
             return ApiError(504, message, code="request_timeout")
-        return ApiError(503, "The request was aborted: the server is shutting down.", code="aborted")
+        why = ": the server is shutting down" if self.draining.is_set() else ""
+        return ApiError(503, f"The request was aborted{why}.", code="aborted")
 
 
 def _check(job: Job, engine: Engine) -> None:

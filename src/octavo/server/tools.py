@@ -72,7 +72,7 @@ class Tools:
         names = [function["name"] for function in functions]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise RequestError(f"There are two tools of the name {twice!r}; names must differ.")
+            raise RequestError(f"There are two tools of the name {twice!r}; names must differ.", param="tools")
         choice, only = _choice(tool_choice, names)
         return cls(functions, choice, only, parallel_tool_calls is not False, _spelling(template) or TAGGED)
 
@@ -103,17 +103,21 @@ class Tools:
 def _function(place: int, tool: Any) -> Json:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping):
-        raise RequestError(f"Tool {place} must be an object of type 'function' with a function.")
+        raise RequestError(f"Tool {place} must be an object of type 'function' with a function.", param="tools")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
             f"Tool {place} has the name {_shown(name)}; it must be 1 to 64 letters, digits, underscores and dashes."
         )
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(f"The parameters of tool {name!r} are {_shown(parameters)}; they must be a JSON schema.")
+        raise RequestError(
+            f"The parameters of tool {name!r} are {_shown(parameters)}; they must be a JSON schema.", param="tools"
+        )
     if parameters is not None and parameters.get("type", "object") != "object":
         kind = _shown(parameters["type"])
-        raise RequestError(f"The parameters of tool {name!r} are of type {kind}; they must be of type 'object'.")
+        raise RequestError(
+            f"The parameters of tool {name!r} are of type {kind}; they must be of type 'object'.", param="tools"
+        )
     return function
 
 
@@ -121,7 +125,7 @@ def _choice(tool_choice: str | Json | None, names: list[str]) -> tuple[Literal["
     if tool_choice == "none" or (tool_choice is None and not names):
         return "none", None
     if not names:
-        raise RequestError("tool_choice is for requests with tools; give tools.")
+        raise RequestError("tool_choice is for requests with tools; give tools.", param="tool_choice")
     if tool_choice in (None, "auto"):
         return "auto", None
     if tool_choice == "required":
@@ -133,7 +137,7 @@ def _choice(tool_choice: str | Json | None, names: list[str]) -> tuple[Literal["
             f"tool_choice is {_shown(tool_choice)}; it must be 'none', 'auto', 'required' or a function by its name."
         )
     if name not in names:
-        raise RequestError(f"tool_choice names {name!r}; the tools are {', '.join(names)}.")
+        raise RequestError(f"tool_choice names {name!r}; the tools are {', '.join(names)}.", param="tool_choice")
     return "required", name
 
 

@@ -5,7 +5,7 @@ Raises ApiError or RequestError, naming the parameter, for what cannot be.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.grammar import Grammar
@@ -17,6 +17,7 @@ from octavo.server.schemas import (
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponseFormat,
+    StructuredOutputs,
 )
 
 _DEFAULT_BEAMS = 4
@@ -31,7 +32,6 @@ class Job:
     params: SamplingParams | BeamParams
     priority: int = 0
     cache_salt: str = ""
-    texts: list[str | None] = field(default_factory=list)  # the prompts as they were given, for logs and echo
 
     @property
     def request_ids(self) -> list[str]:
@@ -118,7 +118,7 @@ def _beam_params(
     unfit += ["logprobs"] if logprobs is not None or prompt_logprobs is not None else []
     unfit += ["grammar"] if grammar is not None else []
     if unfit:
-        raise ApiError(400, f"Beam search has no {unfit[0]}; leave it out or use_beam_search.", param=unfit[0])
+        raise ApiError(400, f"Beam search has no {unfit[0]}; leave out that, or use_beam_search.", param=unfit[0])
     width = body.best_of or max(body.n or 1, _DEFAULT_BEAMS)
     given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping, **_ends_of(body)}
     given = {name: value for name, value in given.items() if value is not None}
@@ -127,11 +127,15 @@ def _beam_params(
 
 def grammar_of(body: ChatRequest | CompletionRequest) -> Grammar | None:
     """What an answer must follow, asked for in one of several ways."""
+    outputs = body.structured_outputs or StructuredOutputs(json=None)
     named = {
         "response_format": _format_of(body.response_format),
         "grammar": _grammar(body.grammar),
-        "regex": None if body.regex is None else Grammar("regex", body.regex),
-        "choice": None if body.choice is None else Grammar.choice(body.choice),
+        "structured_outputs.json": None if outputs.json_ is None else Grammar.json_schema(outputs.json_),
+        "structured_outputs.json_object": Grammar("json_object") if outputs.json_object else None,
+        "structured_outputs.regex": None if outputs.regex is None else Grammar("regex", outputs.regex),
+        "structured_outputs.choice": None if outputs.choice is None else Grammar.choice(outputs.choice),
+        "structured_outputs.grammar": _grammar(outputs.grammar),
     }
     given = [name for name, grammar in named.items() if grammar is not None]
     if len(given) > 1:
