@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.cli.demo import PROMPTS, SYSTEM, TWICE
+from tests.conftest import SHARED
 
 from .conftest import Octavo
 
@@ -111,6 +112,99 @@ class TestPlan:
         assert ran.code == 1
         assert "rwkv" in ran.err
         assert "llama" in ran.err
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+TEN_AT_ONCE = AZURE + "0,64,33\n" * 10  # each holds 6 blocks in the end
+
+
+class TestPlanFromATrace:
+    """What memory a trace needs; the search has its own tests."""
+
+    @pytest.fixture
+    def trace(self, tmp_path: Path) -> str:
+        (tmp_path / "ten.csv").write_text(TEN_AT_ONCE)
+        return str(tmp_path / "ten.csv")
+
+    def test_the_memory_that_is_needed(self, octavo: Octavo, llama: str, trace: str) -> None:
+        ran = octavo("plan", llama, "--dtype", "f16", "--trace", trace, "--target-queued", "0%")
+        assert (ran.code, ran.err) == (0, "")
+        for words in (
+            "ten: 10 requests in 0 s",
+            "60 blocks, 960 tokens",
+            "480 MiB",
+            "0.0% wait for memory, 0.0% are rejected",
+            "contiguous   10 GiB for as many, 2,048 tokens reserved for each",
+            "What was tried",
+        ):
+            assert words in ran.out
+        assert "NVIDIA A100 SXM, 80 GB" in ran.out  # whose speed it is
+
+    def test_json(self, octavo: Octavo, llama: str, trace: str) -> None:
+        flags = ("--dtype", "f16", "--trace", trace, "--target-queued", "60 %", "--json")
+        made = json.loads(octavo("plan", llama, *flags).out)
+        assert made["meets_targets"]
+        assert made["memory"] == made["blocks"] * 8_388_608 < 61 * 8_388_608
+        assert 0 < made["queued"] <= 6
+        assert (made["requests"], made["too_long"], made["rejected"], made["target_queued"]) == (10, 0, 0, 0.6)
+        assert made["blocks"] in [trial["blocks"] for trial in made["trials"]]
+        assert "not measured" in made["step_time"]["source"]
+
+    def test_a_memory_that_is_there(self, octavo: Octavo, llama: str, trace: str) -> None:
+        flags = ("--dtype", "f16", "--trace", trace, "--memory", "48MiB", "--json")
+        made = json.loads(octavo("plan", llama, *flags).out)
+        assert (made["blocks"], made["queued"], made["meets_targets"]) == (6, 9, False)
+        assert len(made["trials"]) == 1
+
+    def test_what_is_left_out_and_what_does_not_fit_is_said(self, octavo: Octavo, llama: str, tmp_path: Path) -> None:
+        (tmp_path / "t.csv").write_text(TEN_AT_ONCE + "1,3000,1\n")
+        ran = octavo("plan", llama, "--trace", str(tmp_path / "t.csv"), "--gpu", "l4")
+        assert "1 requests are longer than 2,048 tokens and left out" in " ".join(ran.out.split())
+        assert "12.6 GiB of weights" not in ran.out
+        ran = octavo("plan", llama, "--trace", str(tmp_path / "t.csv"), "--gpu", "l4", "--memory", "20GiB")
+        assert "12.6 GiB of weights in 16 bits that is more than 1 × NVIDIA L4, 24 GB has room" in " ".join(
+            ran.out.split()
+        )
+
+    def test_a_real_trace(self, octavo: Octavo, llama: str) -> None:
+        path = SHARED / "traces" / "azure_conv_2023.csv"
+        if not path.is_file():
+            pytest.skip("../shared/traces/azure_conv_2023.csv is not beside the repository")
+        flags = ("--dtype", "f16", "--context", "4096", "--trace", str(path), "--requests", "60", "--json")
+        made = json.loads(octavo("plan", llama, *flags).out)
+        assert made["meets_targets"]
+        assert made["utilisation"] > 0.95
+        assert made["contiguous_memory"] > 2 * made["memory"]
+        faster = json.loads(octavo("plan", llama, *flags, "--rate", "4").out)
+        assert faster["blocks"] > made["blocks"]
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--target-queued", "100%"], "--target-queued is '100%'; it must be a share from 0%"),
+            (["--target-rejected", "few"], "--target-rejected is 'few'"),
+            (["--rate", "0"], "--rate is 0.0"),
+            (["--rate", "nan"], "--rate is nan"),
+            (["--gpu", "abacus"], "a100-40g"),
+            (["--gpu", "cpu"], "smollm2 only"),
+            (["--typical", "5"], "A trace tells how long"),
+            (["--memory", "1MiB"], "at least one block of 16 tokens (16 MiB)"),
+            (["--context", "10"], "All 10 requests of ten are longer than 10 tokens"),
+            (["--requests", "0"], "'--requests': "),
+        ],
+    )
+    def test_what_cannot_be(self, octavo: Octavo, llama: str, trace: str, flags: list[str], words: str) -> None:
+        ran = octavo("plan", llama, "--trace", trace, *flags)
+        assert (ran.code, ran.out) == (2, "")
+        assert words in ran.err
+        assert ran.err.count("\n") == 1
+
+    def test_a_file_that_is_no_trace(self, octavo: Octavo, llama: str, tmp_path: Path) -> None:
+        (tmp_path / "t.csv").write_text(AZURE + "0,-5,1\n")
+        ran = octavo("plan", llama, "--trace", str(tmp_path / "t.csv"))
+        assert ran.code == 2
+        assert "line 2, column ContextTokens: '-5'" in ran.err
+        assert octavo("plan", llama, "--trace", str(tmp_path / "none.csv")).err.count("\n") == 1
 
 
 class TestModels:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -48,6 +50,13 @@ def answer(url: str) -> str:
     text = reply.json()["choices"][0]["message"]["content"]
     assert len(text) > 10
     return text
+
+
+def test_the_readme_s_client_runs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "from openai" in b]
+    exec(block.replace("http://127.0.0.1:8000/v1", url).replace('"none"', f'"{KEY}"'), {})
+    assert len(capsys.readouterr().out) > 5
 
 
 # --- openai -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from octavo.cli.batch import batch
 from octavo.cli.chat import chat
 from octavo.cli.demo import demo
 from octavo.cli.generate import generate
+from octavo.cli.lab import lab
 from octavo.cli.models import models
 from octavo.cli.options import grouped
 from octavo.cli.plan import plan
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, batch, serve, top, models, plan, demo):
     app.command()(grouped(command))
+app.add_typer(lab, name="lab")
 
 
 def _show_version(wanted: bool) -> None:

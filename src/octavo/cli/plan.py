@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octavo.cli.options import with_default
+from octavo.cli.plan_trace import Asked, plan_trace
 from octavo.config import BLOCK_SIZES, parse_bytes
 from octavo.errors import RequestError
 from octavo.planner import ELEMENT_BYTES, KVShape, Plan
@@ -19,8 +21,25 @@ Name = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="As for the other commands; a folder with only a config.json will do."),
 ]
-Memory = Annotated[str, typer.Option("--memory", help="Memory for KV blocks, beside the weights, such as 24GiB.")]
-Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of the longest request, prompt and answer.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        help="Memory for KV blocks, beside the weights, such as 24GiB. Needed, except with --trace: it is then only "
+        "asked how this much would do.",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        min=1,
+        help=with_default(
+            "Tokens of the longest request, prompt and answer.", "4096; with --trace, what the model was made for"
+        ),
+        show_default=False,
+    ),
+]
 BlockSize = Annotated[int, typer.Option("--block-size", help=f"Tokens in a block: {', '.join(map(str, BLOCK_SIZES))}.")]
 Dtype = Annotated[
     str,
@@ -43,30 +62,63 @@ Typical = Annotated[
         show_default=False,
     ),
 ]
+_trace = partial(typer.Option, rich_help_panel="From a trace")
+Trace = Annotated[
+    Path | None,
+    _trace(
+        "--trace",
+        help="Requests to serve, in CSV or JSONL: TIMESTAMP, ContextTokens, GeneratedTokens (Azure's) or timestamp, "
+        "input_length, output_length, hash_ids (Mooncake's).",
+    ),
+]
+TargetQueued = Annotated[
+    str, _trace("--target-queued", help="Requests that may have to wait for memory, of those there are.")
+]
+TargetRejected = Annotated[
+    str, _trace("--target-rejected", help="Requests that may find the memory too small for them alone.")
+]
+Requests = Annotated[int, _trace("--requests", min=1, help="Requests to take from the trace, the first ones.")]
+Rate = Annotated[float, _trace("--rate", help="How many times as fast as they did the requests come.")]
+Gpu = Annotated[
+    str, _trace("--gpu", help="Whose speed says how long a request stays; octavo lab knows the same names.")
+]
+Gpus = Annotated[int, _trace("--gpus", min=1, help="How many of them share the model.")]
 Json = Annotated[bool, typer.Option("--json", help="The plan as a JSON object.")]
 
 
 def plan(
     model: Name,
-    memory: Memory,
-    context: Context = 4096,
+    memory: Memory = None,
+    context: Context = None,
     block_size: BlockSize = 16,
     dtype: Dtype = "f32",
     avg_prompt: AvgPrompt = None,
     avg_output: AvgOutput = None,
     typical: Typical = None,
+    trace: Trace = None,
+    target_queued: TargetQueued = "1%",
+    target_rejected: TargetRejected = "0%",
+    requests: Requests = 1000,
+    rate: Rate = 1.0,
+    gpu: Gpu = "a100-80g",
+    gpus: Gpus = 1,
     as_json: Json = False,
 ) -> None:
-    """Say how many blocks, tokens and requests fit in a memory, contiguous against paged.
+    """Say how many blocks, tokens and requests fit in a memory, contiguous against paged; or what memory a trace needs.
 
     Contiguous allocation reserves the longest context for every request. Paged allocation takes blocks as tokens come;
     half of a request's last block stays empty on average. Every layer is counted. No weights are loaded.
+
+    With --trace the requests are simulated, each when it came and as long as it was, in ever better guesses at the
+    memory, until no more of them wait for memory than the target says.
 
     [bold]Examples[/bold]
 
       octavo plan smollm2 --memory 1GiB --context 4096
 
       octavo plan ./llama-7b --memory 24GiB --context 4096 --dtype f16 --avg-prompt 700 --avg-output 300
+
+      octavo plan ./llama-7b --dtype f16 --trace azure.csv --target-queued 1%
     """
     if dtype not in ELEMENT_BYTES:
         raise RequestError(f"--dtype is {dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}.")
@@ -76,9 +128,35 @@ def plan(
         if typical is not None:
             raise RequestError("--typical is the sum of --avg-prompt and --avg-output; give it or the two.")
         typical = avg_prompt + avg_output
+    if trace is None and memory is None:
+        raise RequestError("--memory is missing; give it, or a --trace to learn what memory it needs.")
+    if trace is not None and typical is not None:
+        raise RequestError("A trace tells how long its requests are; give --trace, or the average lengths.")
     config = _config(model)
     shape = _shape(config, ELEMENT_BYTES[dtype])
-    made = make_plan(shape, memory=parse_bytes(memory), context=context, typical=typical, block_size=block_size)
+    if trace is not None:
+        plan_trace(
+            Asked(
+                model=model,
+                config=config,
+                dtype=dtype,
+                shape=shape,
+                trace=trace,
+                memory=None if memory is None else parse_bytes(memory),
+                context=context or config["max_position_embeddings"],
+                block_size=block_size,
+                target_queued=target_queued,
+                target_rejected=target_rejected,
+                requests=requests,
+                rate=rate,
+                gpu=gpu,
+                gpus=gpus,
+            ),
+            as_json,
+        )
+        return
+    assert memory is not None
+    made = make_plan(shape, memory=parse_bytes(memory), context=context or 4096, typical=typical, block_size=block_size)
     notes = _notes(dtype, made, config["max_position_embeddings"])
     if as_json:
         derived = {"notes": notes, "tokens": made.tokens, "token_bytes": made.token_bytes, "gain": made.gain}

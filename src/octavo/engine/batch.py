@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from octavo.engine.request import Sequence
 from octavo.engine.scheduler import StepPlan
-from octavo.kv.manager import KVManager, SequenceState
+from octavo.kv.interface import Memory
 from octavo.ops.interface import StepInput
 
 Int32 = NDArray[np.int32]
@@ -22,7 +22,7 @@ Int32 = NDArray[np.int32]
 class Batch:
     """The rows of all running sequences: [max_rows] counts and [max_rows, longest table] blocks."""
 
-    def __init__(self, kv: KVManager, *, max_rows: int, max_model_len: int) -> None:
+    def __init__(self, kv: Memory, *, max_rows: int, max_model_len: int) -> None:
         longest = min(-(-max_model_len // kv.block_size), kv.pool.num_blocks)
         self._kv = kv
         self._tables: Int32 = np.zeros((max_rows, longest), np.int32)
@@ -31,7 +31,7 @@ class Batch:
         self._rows: NDArray[np.int64] = np.zeros(0, np.int64)  # of the step prepared last, and the tokens of each
         self._counts: Int32 = np.zeros(0, np.int32)
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._members: dict[int, tuple[Sequence, SequenceState]] = {}  # by the KV manager's id
+        self._members: dict[int, tuple[Sequence, object]] = {}  # by the KV manager's id
 
     def leave(self) -> None:
         """Free the rows of sequences that lost the memory they joined with: ended, preempted or swapped out."""

@@ -75,12 +75,7 @@ class Engine:
     def _start_afresh(self) -> None:
         """Empty memory and empty queues."""
         config = self.config
-        self.kv = KVManager(
-            self._num_blocks,
-            config.block_size,
-            num_host_blocks=self._num_host_blocks,
-            prefix_caching=config.prefix_caching,
-        )
+        self.kv = self._new_manager()
         self.scheduler = Scheduler(
             self.kv,
             token_budget=config.max_batched_tokens,
@@ -99,6 +94,16 @@ class Engine:
             eos_ids=self.eos_ids,
             constraints=self.constraints,
             new_sequence=self._new_sequence,
+        )
+
+    def _new_manager(self) -> KVManager:
+        """Of the empty memory; `octavo.lab` puts another in its place."""
+        config = self.config
+        return KVManager(
+            self._num_blocks,
+            config.block_size,
+            num_host_blocks=self._num_host_blocks,
+            prefix_caching=config.prefix_caching,
         )
 
     # --- requests ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.config import EngineConfig, parse_bytes
 from octavo.errors import ConfigError, RequestError
-from octavo.kv.manager import KVManager
+from octavo.kv.interface import Memory
 from octavo.models.interface import Model
 from octavo.params import BeamParams, SamplingParams
 
@@ -45,7 +45,7 @@ class Limits:
             )
         return min(count, self.max_num_seqs * -(-self.max_model_len // config.block_size))
 
-    def check(self, ids: list[int], params: SamplingParams | BeamParams, kv: KVManager, salt: bytes) -> None:
+    def check(self, ids: list[int], params: SamplingParams | BeamParams, kv: Memory, salt: bytes) -> None:
         """Raises RequestError for a request that no state of this engine could serve."""
         self._check_prompt(ids)
         self._check_vocabulary(params)
@@ -73,7 +73,7 @@ class Limits:
                 if (getattr(params, name) or 0) > self.vocab_size:
                     raise RequestError(f"{name} is {getattr(params, name)}; this model has {self.vocab_size} tokens.")
 
-    def _check_memory(self, ids: list[int], num_samples: int, kv: KVManager, salt: bytes) -> None:
+    def _check_memory(self, ids: list[int], num_samples: int, kv: Memory, salt: bytes) -> None:
         if num_samples > self.max_num_seqs:
             raise RequestError(
                 f"The request runs {num_samples} sequences at once; at most {self.max_num_seqs} can run (max_num_seqs)."

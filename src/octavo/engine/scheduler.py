@@ -17,7 +17,8 @@ from enum import Enum, auto
 
 from octavo.config import PreemptionMode
 from octavo.engine.request import Fork, Request, Sequence, State
-from octavo.kv.manager import KVManager, Outcome
+from octavo.kv.interface import Memory
+from octavo.kv.manager import Outcome
 from octavo.kv.memory_ops import MemoryOps
 from octavo.outputs import FinishReason
 
@@ -64,7 +65,7 @@ class Scheduler:
 
     def __init__(
         self,
-        kv: KVManager,
+        kv: Memory,
         *,
         token_budget: int,
         sequence_limit: int,
@@ -97,6 +98,13 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         return self._num_swapped
+
+    @property
+    def first_waiting(self) -> Request | None:
+        """The request that is to be admitted next."""
+        while self._waiting and self._waiting[0][1].state not in (State.WAITING, State.SWAPPED):
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
 
     @property
     def has_work(self) -> bool:

@@ -1,0 +1,243 @@
+"""The lab's report: everything in a result is on the page, the page needs nothing else, and claims are judged."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.lab import claims, figures, report
+from octavo.lab.results import Percentiles, Result, load, save
+
+from .synthetic import POOL, synthetic
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'octavo[lab]'")
+VOID = {"meta", "link", "br", "input", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """A page's tags, ids, addresses and text; raises AssertionError where tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.labels: list[str] = []
+        self._open: list[str] = []
+        self._words: list[str] = []
+        self.feed(text)
+        assert not self._open
+        self.words = " ".join(" ".join(self._words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self._open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name == "aria-label":
+                self.labels.append(value or "")
+            if name in ("href", "src", "srcset", "action", "data", "poster", "xlink:href"):
+                self.addresses.append(value or "")
+            self.addresses += re.findall(r"url\(([^)]*)\)", value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] not in (["style"], ["script"]):
+            self._words.append(data)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Result]:
+    return [synthetic(), synthetic(kind="executed", rates=(4.0,), sweeps=False)]
+
+
+@pytest.fixture(scope="module")
+def written(results: list[Result], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return report.write(results, tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def page(written: list[Path]) -> Page:
+    return Page(written[0].read_text(encoding="utf-8"))
+
+
+class TestPage:
+    def test_every_figure_of_every_result_is_there_with_its_panels(self, page: Page, results: list[Result]) -> None:
+        names = ["maps", "shares", "waste", "in-flight", "latency", "throughput", "block-size", "savings"]
+        assert [figure.name for figure in figures.all_figures(results[0])] == names
+        assert [figure.name for figure in figures.all_figures(results[1])] == names[:4]
+        for place, result in enumerate(results, start=1):
+            for figure in figures.all_figures(result):
+                assert f"result-{place}-{figure.name}" in page.ids
+                assert figure.title in page.words
+                assert all(f"{figure.title}: {panel.title}" in page.labels for panel in figure.panels if panel.title)
+        panels = sum(len(figure.panels) for result in results for figure in figures.all_figures(result))
+        assert page.tags.count("svg") == panels
+
+    def test_every_strategy_and_every_measure_is_in_the_table(self, page: Page, results: list[Result]) -> None:
+        for run in results[0].runs:
+            if run.rate == 4.0:
+                summary = run.summary
+                for shown in (
+                    run.label,
+                    f"{100 * summary.utilisation:.1f} %",
+                    f"{summary.in_flight_mean:,.1f}",
+                    f"{summary.throughput:,.1f}",
+                    report.seconds(summary.ttft.p50),
+                ):
+                    assert shown in page.words
+        assert "954 MiB" in page.words  # copied by doubling
+        assert "37" in page.words  # failures though enough was free, of the oracle
+        assert "rejected" not in page.words  # nobody was: a column of zeros says nothing
+
+    def test_every_claim_is_in_the_table_with_its_source(self, page: Page, results: list[Result]) -> None:
+        for row in claims.rows(results):
+            for words in (row.claim, row.here, row.where, row.published, row.source, row.verdict, row.why):
+                assert words in page.words
+
+    def test_what_was_run_is_said(self, page: Page, results: list[Result]) -> None:
+        for words in ("commit 0123abcd", "seed 0", f"{POOL:,} token slots", "RTX 4090", "9.77 GiB", "Xeon", "roofline"):
+            assert words in page.words
+        assert "made <here>" in page.words  # text stays text
+
+    def test_nothing_is_fetched(self, page: Page, written: list[Path]) -> None:
+        assert page.addresses
+        assert not [address for address in page.addresses if not address.startswith(("#", "data:"))]
+        text = written[0].read_text(encoding="utf-8")
+        assert not re.findall(r"https?:|//[a-z]|@import|<image|@font-face", text)
+
+    def test_ids_are_unique_and_what_refers_to_one_finds_it(self, page: Page) -> None:
+        assert len(set(page.ids)) == len(page.ids)
+        assert {address[1:] for address in page.addresses if address.startswith("#")} <= set(page.ids)
+
+    def test_drawings_take_the_pages_colours(self, written: list[Path]) -> None:
+        text = written[0].read_text(encoding="utf-8")
+        drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+        assert "var(--active)" in drawings
+        # (neither #fff nor black: what is not among the colours would not follow the theme)
+        assert not set(re.findall(r"#[0-9a-f]{6}\b", drawings)) - {"#000000", "#211d18"}
+        assert "#000000" not in re.sub(r"stroke: #000000", "", drawings)
+
+    def test_figures_are_beside_it_and_are_pictures(self, written: list[Path], results: list[Result]) -> None:
+        from PIL import Image
+
+        pictures = [path for path in written if path.suffix == ".png"]
+        assert len(pictures) == sum(len(figures.all_figures(result)) for result in results)
+        for path in pictures:
+            assert path.parent == written[0].parent
+            picture = Image.open(io.BytesIO(path.read_bytes()))
+            assert picture.width > 500
+            assert len(set(picture.convert("RGB").resize((64, 64)).tobytes())) > 10
+
+    def test_the_same_result_gives_the_same_page(self, results: list[Result], written: list[Path]) -> None:
+        again = report.write(results[1:], written[0].parent / "again" / "report.html")
+        more = report.write(results[1:], written[0].parent / "more" / "report.html")
+        assert [path.read_bytes() for path in again] == [path.read_bytes() for path in more]
+
+
+class TestFigures:
+    def test_a_map_shows_every_slot_once_in_its_place(self) -> None:
+        run = synthetic().runs[1]
+        cells = figures._cells(run, 1)
+        assert [begin for _, begin, _ in cells[1:]] == [end for _, _, end in cells[:-1]]
+        assert (cells[0][1], cells[-1][2]) == (0, POOL)
+        for kind in ("stored", "internal", "reserved", "free"):
+            slots = sum(piece.slots for piece in run.map if piece.kind == kind)
+            assert sum(end - begin for name, begin, end in cells if name == kind) == slots
+
+    def test_a_run_of_slots_breaks_at_the_ends_of_rows(self) -> None:
+        rectangles = figures._wrapped(8, 25, 10)
+        assert [(r[0], r[2][0]) for r in rectangles] == [((8, 0), 10), ((0, 1), 10), ((0, 2), 5)]
+
+    def test_colours_are_the_memory_pages(self) -> None:
+        assert figures.palette("light")["active"] == "#136f7f"
+        assert figures.palette("dark")["active"] == "#3db3c4"
+        assert figures.palette("light")["on-state"] == "#ffffff"
+        assert set(figures.palette("light")) == set(figures.palette("dark"))
+
+    def test_nothing_at_all_draws_nothing_and_breaks_nothing(self, tmp_path: Path) -> None:
+        empty = replace(synthetic(), runs=[], sweeps=[])
+        assert figures.all_figures(empty) == []
+        assert report.write([empty], tmp_path / "report.html") == [tmp_path / "report.html"]
+
+    def test_a_run_in_which_nothing_finished(self, tmp_path: Path) -> None:
+        result = synthetic(rates=(1.0, 2.0))
+        for run in result.runs:
+            none = Percentiles(p50=None, p90=None, p99=None)
+            run.summary = replace(run.summary, ttft=none, tpot=none, throughput=0.0, in_flight_mean=0.0)
+            run.series, run.map = replace(run.series, time=[0.0]), []
+            for name in ("stored", "internal", "reserved", "external", "free", "in_flight", "waiting"):
+                setattr(run.series, name, [0])
+        written = report.write([result], tmp_path / "report.html")
+        assert "—" in Page(written[0].read_text(encoding="utf-8")).words
+
+    def test_a_missing_matplotlib_is_one_sentence_that_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("octavo.lab.figures.find_spec", lambda name: None)
+        with pytest.raises(RequestError, match=r"pip install 'octavo\[lab\]'"):
+            figures.require_matplotlib()
+
+
+class TestClaims:
+    @pytest.mark.parametrize(
+        ("utilisation", "verdict"), [(0.963, "as published"), (0.93, "less"), (0.99, "more"), (0.9535, "as published")]
+    )
+    def test_a_verdict_follows_the_figure_and_says_why_if_it_is_another(self, utilisation: float, verdict: str) -> None:
+        result = synthetic()
+        for run in result.runs:
+            if run.strategy == "paged":
+                run.summary.utilisation = utilisation
+        row = next(row for row in claims.rows([result]) if row.claim == "Utilisation, paged")
+        assert (row.verdict, row.here) == (verdict, f"{100 * utilisation:.1f} %")
+        assert bool(row.why) == (verdict != "as published")
+
+    def test_a_range_that_reaches_beyond_the_published_one_is_partly_so(self) -> None:
+        row = next(row for row in claims.rows([synthetic()]) if row.claim.endswith("n = 2 to 6, short requests"))
+        assert (row.here, row.verdict) == ("8.0–15.0 %", "partly")
+        assert row.why
+
+    def test_ratios_are_taken_at_the_highest_load(self) -> None:
+        result = synthetic()
+        under = claims.under_load(result)
+        ratio = under["paged"].summary.in_flight_mean / under["max"].summary.in_flight_mean
+        row = next(row for row in claims.rows([result]) if row.claim.startswith("Requests in flight"))
+        assert row.here.startswith(f"{ratio:.1f} ×")
+
+    def test_what_no_result_says_is_said_to_be_not_measured(self) -> None:
+        result = replace(synthetic(), runs=[], sweeps=[])
+        assert {row.verdict for row in claims.rows([result])} == {"not measured"}
+        assert {row.verdict for row in claims.rows([])} == {"not measured"}
+
+    def test_every_claim_names_its_source(self) -> None:
+        for row in claims.rows([synthetic()]):
+            assert re.search(r"§|fig\.|abstract", row.source)
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    result = synthetic()
+    save(result, tmp_path / "result.json")
+    assert load(tmp_path / "result.json") == result
+    save(load(tmp_path / "result.json"), tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "result.json").read_bytes()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', '{"format": 99}', "null"])
+def test_what_is_no_result_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=r"other\.json"):
+        load(path)
