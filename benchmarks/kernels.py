@@ -167,7 +167,11 @@ CONTEXTS = (
     Contexts("decode, 256 contexts of 100 to 300", tuple(100 + 200 * i // 255 for i in range(256))),
     Contexts("decode, 32 contexts of 1088, nothing shared", (1088,) * 32),
     Contexts("decode, 32 contexts of 1088, 1024 shared", (1088,) * 32, shared=1024),
+    Contexts("prefill, 16 prompts of 100", (100,) * 16, new=100),
+    Contexts("prefill, 8 prompts of 250", (250,) * 8, new=250),
+    Contexts("prefill, 2 prompts of 1000", (1000,) * 2, new=1000),
     Contexts("prefill, 2048 tokens", (2048,), new=2048),
+    Contexts("prefill, the last 160 of 1900", (1900,), new=160),
     Contexts("prefill, the last 2048 of 8192", (8192,), new=2048),
 )
 
