@@ -63,10 +63,11 @@ OCTAVO_INLINE void store_up_to(float* p, F v, std::int64_t n) {
 }
 
 // --- element types --------------------------------------------------------------------------------------------------
-// What a block holds, `step` of them in a lane. All products are of float32: on the Intel cores that have it, the dot
-// product of bf16 pairs is slower than two FMAs, and it would round queries and weights.
+// What a block holds, `step` of them in a lane. Products of floats are of float32: on the Intel cores that have it, the
+// dot product of bf16 pairs is slower than two FMAs, and it would round queries and weights.
 
 struct Bf16 {
+  static constexpr bool scaled = false;
   using Stored = std::uint16_t;
   static constexpr int step = 2;
   static OCTAVO_INLINE F part(const Stored* p, int i) {
@@ -77,6 +78,7 @@ struct Bf16 {
 };
 
 struct F16 {
+  static constexpr bool scaled = false;
   using Stored = std::uint16_t;
   static constexpr int step = 1;
   static OCTAVO_INLINE F part(const Stored* p, int) { return load_f16(p); }
@@ -84,14 +86,42 @@ struct F16 {
 };
 
 struct F32 {
+  static constexpr bool scaled = false;
   using Stored = float;
   static constexpr int step = 1;
   static OCTAVO_INLINE F part(const Stored* p, int) { return load(p); }
   static OCTAVO_INLINE void put(Stored* p, F x) { store(p, x); }
 };
 
+// Bytes and a float32 for each token's key or value of a head: x = q * scale, |q| <= 127. Keys are kept as q + 128, as
+// the dot products of bytes want one side without a sign; queries are rounded likewise, weights to 16 bits.
+struct Int8 {
+  using Stored = std::uint8_t;
+  static constexpr bool scaled = true;
+  static constexpr int step = 4;
+};
+
+// What a row of n values is divided by to be at most 127; a row of next to nothing becomes zeros. NaN stays NaN.
+struct Step {
+  float scale, inverse;
+};
+OCTAVO_INLINE Step step_of(const float* x, std::int64_t n) {
+  I largest = {};  // as bits: NaN is above all
+  for (std::int64_t i = 0; i < n; i += W) {
+    const I bits = as_int(abs(load_up_to(x + i, n - i)));
+    largest = bits > largest ? bits : largest;
+  }
+  const std::int32_t top = reduce_max(largest);
+  float size;
+  std::memcpy(&size, &top, sizeof size);
+  if (size <= 1e-20f) return {1.0f, 0.0f};
+  return {size / 127.0f, 127.0f / size};
+}
+OCTAVO_INLINE I to_steps(F x, const Step& step) { return round_to_int(x * set1(step.inverse)); }
+
 // --- the inside of a block ------------------------------------------------------------------------------------------
-// Of a layer, head, and key or value, a block holds block_size * D elements. Where both fill whole vectors:
+// Of a layer, head, and key or value, a block holds block_size * D elements, and then scales, if any, of its tokens.
+// Where both fill whole vectors:
 //   keys   [D / step][block_size][step]: a vector is a chunk of tokens, for `step` dimensions
 //   values [block_size / step][D][step]: a vector is a run of dimensions, for `step` tokens
 // Otherwise both are [block_size][D], and chunks are gathered into the form above, padded, before they are read.
@@ -112,10 +142,17 @@ struct Layout {
         in_place(size % kChunk == 0 && dim % W == 0) {}
 
   OCTAVO_INLINE typename T::Stored* keys(std::int64_t block, std::int64_t head) const {
-    return data + ((block * num_layers + layer) * 2 * num_kv_heads + head) * size * dim;
+    return data + ((block * num_layers + layer) * 2 * num_kv_heads + head) * head_elements();
   }
   OCTAVO_INLINE typename T::Stored* values(std::int64_t block, std::int64_t head) const {
-    return keys(block, head) + num_kv_heads * size * dim;
+    return keys(block, head) + num_kv_heads * head_elements();
+  }
+  // Where a token's scale lies beside keys or values.
+  OCTAVO_INLINE typename T::Stored* scale(typename T::Stored* head_data, std::int64_t offset) const {
+    return head_data + size * dim + offset * static_cast<std::int64_t>(sizeof(float));
+  }
+  OCTAVO_INLINE std::int64_t head_elements() const {
+    return size * (dim + (T::scaled ? static_cast<std::int64_t>(sizeof(float)) : 0));
   }
   OCTAVO_INLINE std::int64_t wide() const { return whole_vectors(dim); }  // dimensions of a query or gathered key
 };
@@ -148,6 +185,12 @@ OCTAVO_INLINE void scatter(const typename T::Stored* row, std::int64_t n, typena
       _mm512_mask_storeu_epi16(lanes_out + 2 * i, place ? 0xaaaaaaaau : 0x55555555u, (__m512i)values);
     }
   }
+  if constexpr (T::step == 4) {
+    for (; i + W <= n; i += W) {
+      const I values = (I)_mm512_cvtepu8_epi32(load_as<__m128i>(row + i)) << (8 * place);
+      _mm512_mask_storeu_epi8(lanes_out + 4 * i, 0x1111111111111111ull << place, (__m512i)values);
+    }
+  }
 #endif
   for (; i < n; ++i) lanes_out[i * T::step + place] = row[i];
 }
@@ -157,11 +200,21 @@ template <class T>
 OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int64_t offset, std::int64_t head,
                               const float* key, const float* value) {
   typename T::Stored k[kMaxHeadDim + W], v[kMaxHeadDim + W];
-  for (std::int64_t i = 0; i < at.dim; i += W) {
-    T::put(k + i, load(key + i));
-    T::put(v + i, load_up_to(value + i, at.dim - i));
-  }
   typename T::Stored *keys = at.keys(block, head), *values = at.values(block, head);
+  if constexpr (T::scaled) {
+    const Step of_key = step_of(key, at.dim), of_value = step_of(value, at.dim);
+    for (std::int64_t i = 0; i < at.dim; i += W) {
+      store_bytes(k + i, to_steps(load(key + i), of_key) + 128);
+      store_bytes(v + i, to_steps(load_up_to(value + i, at.dim - i), of_value));
+    }
+    std::memcpy(at.scale(keys, offset), &of_key.scale, sizeof of_key.scale);
+    std::memcpy(at.scale(values, offset), &of_value.scale, sizeof of_value.scale);
+  } else {
+    for (std::int64_t i = 0; i < at.dim; i += W) {
+      T::put(k + i, load(key + i));
+      T::put(v + i, load_up_to(value + i, at.dim - i));
+    }
+  }
   if (!at.in_place) {
     std::memcpy(keys + offset * at.dim, k, static_cast<std::size_t>(at.dim) * sizeof *k);
     std::memcpy(values + offset * at.dim, v, static_cast<std::size_t>(at.dim) * sizeof *v);
@@ -173,6 +226,28 @@ OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int6
   scatter<T>(v, at.dim, values + (offset - place) * at.dim, place);
 }
 
+// A rotated query as bytes, in the place of its floats: [wide] and what goes with them.
+struct ByteQuery {
+  float scale;
+  std::int32_t offset;  // what is too much in a product with keys that are 128 too high, below 0
+};
+static_assert(sizeof(ByteQuery) <= 3 * 4);  // what a query of one vector of 4 leaves
+
+OCTAVO_INLINE void round_query(const float* query, std::int64_t dim, float* out) {
+  const std::int64_t wide = whole_vectors(dim);
+  std::uint8_t* const bytes = reinterpret_cast<std::uint8_t*>(out);
+  const Step step = step_of(query, dim);
+  I sum = {};
+  for (std::int64_t i = 0; i < wide; i += W) {
+    const I q = to_steps(load(query + i), step);
+    sum += q;
+    store_bytes(bytes + i, q);
+  }
+  ByteQuery rest{step.scale, 0};
+  for (int i = 0; i < W; ++i) rest.offset -= 128 * sum[i];
+  std::memcpy(bytes + wide, &rest, sizeof rest);
+}
+
 // A thread's rows: queries rotated into the plan's scratch, keys and values into their slots.
 template <class T>
 void write(const AttentionArgs& a, std::int64_t begin, std::int64_t end) {
@@ -182,8 +257,10 @@ void write(const AttentionArgs& a, std::int64_t begin, std::int64_t end) {
   for (std::int64_t t = begin; t < end; ++t) {
     const float *cos = rotation.cos + t * rotation.half, *sin = rotation.sin + t * rotation.half;
     float* query = a.plan->queries + t * a.num_heads * at.wide();
-    for (std::int64_t h = 0; h < a.num_heads; ++h, query += at.wide())
-      rotate(a.q + t * a.q_stride + h * at.dim, at.dim, cos, sin, rotation.half, query);
+    for (std::int64_t h = 0; h < a.num_heads; ++h, query += at.wide()) {
+      rotate(a.q + t * a.q_stride + h * at.dim, at.dim, cos, sin, rotation.half, T::scaled ? turned : query);
+      if constexpr (T::scaled) round_query(turned, at.dim, query);
+    }
     const std::int64_t slot = a.plan->step.slots[t], block = slot / at.size, offset = slot % at.size;
     for (std::int64_t h = 0; h < a.num_kv_heads; ++h) {
       rotate(a.k + t * a.k_stride + h * at.dim, at.dim, cos, sin, rotation.half, turned);
@@ -199,6 +276,7 @@ template <class T>
 struct Keys {
   const typename T::Stored *key[kChunks], *value[kChunks];
   const typename T::Stored* next[kChunks];  // keys that will be read after these, to be prefetched
+  const float *key_scale[kChunks], *value_scale[kChunks];  // of the tokens, where there are scales
   std::int64_t key_stride;    // from one step of dimensions to the next
   std::int64_t value_stride;  // from one step of tokens to the next
   int first, end;
@@ -218,14 +296,20 @@ const typename T::Stored* cut(const typename T::Stored* value, std::int64_t dim,
 // The chunk at `origin` of blocks too small or heads too narrow for vectors; zeros outside [begin, end) and from D on.
 template <class T>
 void gather(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std::int64_t origin, std::int64_t begin,
-            std::int64_t end, typename T::Stored* key, typename T::Stored* value) {
+            std::int64_t end, typename T::Stored* key, typename T::Stored* value, float* scales) {
   const std::int64_t wide = at.wide(), even = at.dim / T::step * T::step;
   for (int token = 0; token < kChunk; ++token) {
     const typename T::Stored *k = kZeros<typename T::Stored>, *v = k;
+    if constexpr (T::scaled) scales[token] = scales[W + token] = 0.0f;
     const std::int64_t slot = origin + token;
     if (begin <= slot && slot < end) {
-      k = at.keys(table[slot / at.size], head) + slot % at.size * at.dim;
-      v = at.values(table[slot / at.size], head) + slot % at.size * at.dim;
+      const std::int64_t block = table[slot / at.size], offset = slot % at.size;
+      k = at.keys(block, head) + offset * at.dim;
+      v = at.values(block, head) + offset * at.dim;
+      if constexpr (T::scaled) {
+        std::memcpy(scales + token, at.scale(at.keys(block, head), offset), sizeof *scales);
+        std::memcpy(scales + W + token, at.scale(at.values(block, head), offset), sizeof *scales);
+      }
     }
     typename T::Stored* const keys = key + token * T::step;
     for (std::int64_t i = 0; i < even; i += T::step) std::memcpy(keys + i * kChunk, k + i, T::step * sizeof *k);
@@ -251,15 +335,22 @@ void find(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std
     const std::int64_t token = origin + c * kChunk;
     if (!at.in_place) {
       typename T::Stored *key = tile + 2 * c * kChunk * wide, *value = key + kChunk * wide;
-      gather(at, table, head, token, begin, end, key, value);
+      float* const scales = reinterpret_cast<float*>(tile + 2 * kPartition * wide) + 2 * c * W;
+      gather(at, table, head, token, begin, end, key, value, scales);
       keys.key[c] = key;
       keys.value[c] = value;
+      keys.key_scale[c] = scales;
+      keys.value_scale[c] = scales + W;
       continue;
     }
     const std::int64_t block = table[token / at.size], offset = token % at.size;
     keys.key[c] = at.keys(block, head) + offset * T::step;
     keys.value[c] = at.values(block, head) + offset * at.dim;
-    if (token + kChunk > end) keys.value[c] = cut<T>(keys.value[c], at.dim, static_cast<int>(end - token), tile);
+    if constexpr (T::scaled) {
+      keys.key_scale[c] = reinterpret_cast<const float*>(at.scale(at.keys(block, head), offset));
+      keys.value_scale[c] = reinterpret_cast<const float*>(at.scale(at.values(block, head), offset));
+      __builtin_prefetch(keys.value_scale[c], 0, 2);
+    } else if (token + kChunk > end) keys.value[c] = cut<T>(keys.value[c], at.dim, static_cast<int>(end - token), tile);
   }
 }
 
@@ -278,7 +369,9 @@ void look_ahead(const Layout<T>& at, const StepView& step, const Place& place, K
   for (int c = 0; c < kChunks; ++c) {
     const std::int64_t token = place.partition * kPartition + c * kChunk;
     if (token >= step.context_lens[place.sequence]) return;
-    keys.next[c] = at.keys(table[token / at.size], place.head) + token % at.size * T::step;
+    typename T::Stored* const next = at.keys(table[token / at.size], place.head);
+    keys.next[c] = next + token % at.size * T::step;
+    if constexpr (T::scaled) __builtin_prefetch(at.scale(next, token % at.size), 0, 2);
   }
 }
 
@@ -391,13 +484,20 @@ struct Sight {
 template <int R>
 struct PerRow {
   alignas(64) float of[(R + W - 1) / W * W] = {};
+
+  static OCTAVO_INLINE PerRow ones() {
+    PerRow all;
+    for (float& x : all.of) x = 1.0f;
+    return all;
+  }
 };
 
-// Turns the rows' products of chunks [first, last) into weights relative to each row's highest score, which `tops`
-// receives in powers of 2, and adds them up. What a row does not see gets weight 0.
-template <int R>
-OCTAVO_INLINE void weigh(float* scores, const Sight<R>& sight, const Scoring& scoring, PerRow<R>& tops,
-                         PerRow<R>& sums) {
+// Turns the rows' products of chunks [first, last), which are `units` of each row, into weights relative to each row's
+// highest score, which `tops` receives in powers of 2, and adds them up. What a row does not see gets weight 0.
+// Where values have scales, weights are multiplied by them afterwards, and `largest` receives each row's largest.
+template <class T, int R>
+OCTAVO_INLINE void weigh(float* scores, const Keys<T>& keys, const Sight<R>& sight, const Scoring& scoring,
+                         const PerRow<R>& units, PerRow<R>& tops, PerRow<R>& sums, PerRow<R>& largest) {
   int latest = 0, earliest = kPartition;
   for (int r = 0; r < R; ++r) {
     latest = most(latest, sight.begin[r]);
@@ -416,30 +516,46 @@ OCTAVO_INLINE void weigh(float* scores, const Sight<R>& sight, const Scoring& sc
     for (int r = 0; r < R; ++r) {
       const int from = sight.begin[r] - c * kChunk, to = sight.end[r] - c * kChunk;
       F s = load(scores + r * kPitch + c * kChunk);
-      if (scoring.cap != 0.0f) s = set1(scoring.cap) * tanh(s * set1(scoring.shrink));
+      if (scoring.cap != 0.0f) s = set1(scoring.cap) * tanh(s * set1(scoring.shrink * units.of[r]));
       s = ((lanes() >= from) & (lanes() < to)) ? s : set1(kLowest);
       store(scores + r * kPitch + c * kChunk, s);
       highest[r] = max(highest[r], s);
     }
   }
-  const F scale = set1(scoring.scale);
-  F less[R], total[R] = {};
+  F scale[R], less[R], total[R] = {};
+  I top[R] = {};  // of the weights, as bits: NaN is above all
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    tops.of[r] = sight.blind(r) ? kLowest : reduce_max(highest[r]) * scoring.scale;
+    scale[r] = set1(scoring.cap != 0.0f ? scoring.scale : scoring.scale * units.of[r]);
+    tops.of[r] = sight.blind(r) ? kLowest : reduce_max(highest[r]) * scale[r][0];
     less[r] = set1(sight.blind(r) ? 0.0f : -tops.of[r]);
   }
   for (int c = sight.first; c < sight.last; ++c) {
+    const bool all = latest <= c * kChunk && (c + 1) * kChunk <= earliest;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float* const s = scores + r * kPitch + c * kChunk;
-      const F weight = exp2(fma(load(s), scale, less[r]));
+      F weight = exp2(fma(load(s), scale[r], less[r]));
       total[r] += weight;
+      if constexpr (T::scaled) {
+        weight *= load(keys.value_scale[c]);
+        if (!all) {  // stale scales may be NaN
+          const int from = sight.begin[r] - c * kChunk, to = sight.end[r] - c * kChunk;
+          weight = ((lanes() >= from) & (lanes() < to)) ? weight : F{};
+        }
+        top[r] = as_int(weight) > top[r] ? as_int(weight) : top[r];
+      }
       store(s, weight);
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums.of[r] = reduce_add(total[r]);
+  for (int r = 0; r < R; ++r) {
+    sums.of[r] = reduce_add(total[r]);
+    if constexpr (T::scaled) {
+      const std::int32_t bits = reduce_max(top[r]);
+      std::memcpy(&largest.of[r], &bits, sizeof bits);
+    }
+  }
 }
 
 // How much the parts so far and a new one count once they are relative to the higher of their highest scores.
@@ -552,9 +668,9 @@ void attend(const Walk& walk, const Keys<T>& keys, Row* rows) {
   for (; c + kColumns / 2 < last; c += kColumns) score<T, R, kColumns>(keys, c, last, queries, walk.wide, scores);
   if (c < last) score<T, R, kColumns / 2>(keys, c, last, queries, walk.wide, scores);
 
-  PerRow<R> tops, sums;
+  PerRow<R> tops, sums, none;
   Goal goals[R];
-  weigh<R>(scores[0], sight, walk.scoring, tops, sums);
+  weigh<T, R>(scores[0], keys, sight, walk.scoring, PerRow<R>::ones(), tops, sums, none);
   settle<R>(walk, rows, R, sight, tops, sums, goals);
 
   std::int64_t d = 0;
@@ -563,14 +679,6 @@ void attend(const Walk& walk, const Keys<T>& keys, Row* rows) {
   for (; d + kColumns / 2 * W <= walk.wide; d += kColumns / 2 * W)
     add_values<T, R, kColumns / 2>(walk, keys, first, last, scores, goals, d);
   for (; d < walk.wide; d += W) add_values<T, R, 1>(walk, keys, first, last, scores, goals, d);
-}
-
-template <class T, int R>
-OCTAVO_INLINE void attend_up_to(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t n) {
-  if constexpr (R > 1) {
-    if (n < R) return attend_up_to<T, R - 1>(walk, keys, rows, n);
-  }
-  attend<T, R>(walk, keys, rows);
 }
 
 // --- many query rows and a partition --------------------------------------------------------------------------------
@@ -751,8 +859,9 @@ void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t 
   Goal goals[kSegment + kRows];
   for (std::int64_t g = 0; g < num_groups; ++g) {
     if (groups[g].sight.nothing()) continue;
-    PerRow<kRows> tops, sums;
-    weigh<kRows>(room.scores + g * kRows * kPitch, groups[g].sight, walk.scoring, tops, sums);
+    PerRow<kRows> tops, sums, none;
+    weigh<T, kRows>(room.scores + g * kRows * kPitch, keys, groups[g].sight, walk.scoring, PerRow<kRows>::ones(), tops,
+                    sums, none);
     const int rows_here = static_cast<int>(least<std::int64_t>(kRows, count - g * kRows));
     settle<kRows>(walk, rows + g * kRows, rows_here, groups[g].sight, tops, sums, goals + g * kRows);
   }
@@ -770,6 +879,132 @@ void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t 
   for (std::int64_t i = 0; i < count; ++i)
     for (std::int64_t d = 0; goals[i].out != nullptr && d < walk.args->head_dim; d += W)
       put(walk, goals[i], d, load(room.sums + i * wide + d));
+}
+
+// --- rows and a partition of bytes ----------------------------------------------------------------------------------
+// Sums of bytes' products are exact in integers, and below 2^24, so exact in float32 too: those of a partition's values
+// with one of the two bytes of their weights are at most 256 * 255 * 127.
+
+template <int R, int C>
+OCTAVO_INLINE void score_bytes(const Keys<Int8>& keys, int c, const std::uint8_t* const (&queries)[R],
+                               const std::int32_t (&offsets)[R], std::int64_t wide, float (&scores)[R][kPitch]) {
+  I sum[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) sum[r][i] = set1(offsets[r]);
+  for (std::int64_t k = 0; k < wide / Int8::step; ++k) {
+    I b[C];
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      __builtin_prefetch(keys.value[c + i] + k * W * Int8::step, 0, 2);
+      b[i] = load_as<I>(keys.key[c + i] + k * keys.key_stride);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const I four = set1(load_as<std::int32_t>(queries[r] + k * Int8::step));
+#pragma GCC unroll 8
+      for (int i = 0; i < C; ++i) sum[r][i] = dot_u8s8(sum[r][i], b[i], four);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < C; ++i) {
+    const F scale = load(keys.key_scale[c + i]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) store(scores[r] + (c + i) * kChunk, to_float(sum[r][i]) * scale);
+  }
+}
+
+constexpr std::int64_t kFour = 16;  // bytes that four tokens' rounded weights take: four low ones, four high ones, rest
+
+// The rows' weights, in place, as multiples of a 65535th of each row's largest.
+template <int R>
+OCTAVO_INLINE void round_weights(float (&weights)[R][kPitch], int first, int last, const PerRow<R>& largest) {
+  F inverse[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) inverse[r] = set1(largest.of[r] <= 1e-30f ? 0.0f : 65535.0f / largest.of[r]);
+  for (int c = first; c < last; ++c)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      float* const w = weights[r] + c * kChunk;
+      store_as(w, low_bytes_then_next(round_to_int(load(w) * inverse[r])));
+    }
+}
+
+template <int R, int C>
+OCTAVO_INLINE void add_value_bytes(const Walk& walk, const Keys<Int8>& keys, int first, int last,
+                                   const float (&weights)[R][kPitch], const PerRow<R>& largest, const Goal (&goals)[R],
+                                   std::int64_t d) {
+  I low[R][C] = {}, high[R][C] = {};
+  for (int c = first; c < last; ++c) {
+    const std::uint8_t* const values = keys.value[c] + d * Int8::step;
+    const std::uint8_t* const next = keys.next[c] + d / W * keys.key_stride;
+    for (std::int64_t k = 0; k < kChunk / Int8::step; ++k) {
+      I b[C];
+#pragma GCC unroll 8
+      for (int i = 0; i < C; ++i) {
+        __builtin_prefetch(next + (k * (walk.wide / W) + i) * keys.key_stride, 0, 2);
+        b[i] = load_as<I>(values + k * keys.value_stride + i * W * Int8::step);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const auto* const four = reinterpret_cast<const std::uint8_t*>(weights[r] + c * kChunk) + k * kFour;
+        const I lows = set1(load_as<std::int32_t>(four)), highs = set1(load_as<std::int32_t>(four + 4));
+#pragma GCC unroll 8
+        for (int i = 0; i < C; ++i) {
+          low[r][i] = dot_u8s8(low[r][i], lows, b[i]);
+          high[r][i] = dot_u8s8(high[r][i], highs, b[i]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    if (goals[r].out == nullptr) continue;
+    const F unit = set1(largest.of[r] * (1.0f / 65535.0f));
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i)
+      put(walk, goals[r], d + i * W, fma(to_float(high[r][i]), set1(256.0f), to_float(low[r][i])) * unit);
+  }
+}
+
+template <int R>
+void attend_bytes(const Walk& walk, const Keys<Int8>& keys, Row* rows) {
+  const Sight<R> sight(rows, R, walk.partition);
+  if (sight.nothing()) return;
+  const std::uint8_t* queries[R];
+  std::int32_t offsets[R];
+  PerRow<R> units, tops, sums, largest;
+  for (int r = 0; r < R; ++r) {
+    queries[r] = reinterpret_cast<const std::uint8_t*>(rows[r].query);
+    const ByteQuery query = load_as<ByteQuery>(queries[r] + walk.wide);
+    units.of[r] = query.scale;
+    offsets[r] = query.offset;
+  }
+
+  alignas(64) float scores[R][kPitch];  // and soon weights
+  for (int c = sight.first; c < sight.last; c += kColumns)
+    with_columns(sight.last - c, [&]<int C>() { score_bytes<R, C>(keys, c, queries, offsets, walk.wide, scores); });
+  Goal goals[R];
+  weigh<Int8, R>(scores[0], keys, sight, walk.scoring, units, tops, sums, largest);
+  settle<R>(walk, rows, R, sight, tops, sums, goals);
+  round_weights<R>(scores, sight.first, sight.last, largest);
+  constexpr int most_columns = R <= kRows / 2 ? kColumns : kColumns / 2;  // each in two sums
+  for (std::int64_t d = 0; d < walk.wide; d += most_columns * W)
+    with_columns<most_columns>((walk.wide - d) / W, [&]<int C>() {
+      add_value_bytes<R, C>(walk, keys, sight.first, sight.last, scores, largest, goals, d);
+    });
+}
+
+template <class T, int R>
+OCTAVO_INLINE void attend_up_to(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t n) {
+  if constexpr (R > 1) {
+    if (n < R) return attend_up_to<T, R - 1>(walk, keys, rows, n);
+  }
+  if constexpr (T::scaled)
+    attend_bytes<R>(walk, keys, rows);
+  else
+    attend<T, R>(walk, keys, rows);
 }
 
 // --- works ----------------------------------------------------------------------------------------------------------
@@ -812,9 +1047,11 @@ void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::
     find(at, table, head, p, begin, end, tile, keys);
     look_ahead(at, a.plan->step, p + 1 < work.end_partition ? Place{work.sequence, head, p + 1} : next, keys);
     walk.partition = p;
-    if (count >= kManyRows) {
-      attend_many<T>(walk, keys, rows, count, Room::in<T>(tile, walk.wide));
-      continue;
+    if constexpr (!T::scaled) {
+      if (count >= kManyRows) {
+        attend_many<T>(walk, keys, rows, count, Room::in<T>(tile, walk.wide));
+        continue;
+      }
     }
     for (std::int64_t i = 0; i < count; i += kRows)
       attend_up_to<T, kRows>(walk, keys, rows + i, least<std::int64_t>(kRows, count - i));
@@ -892,6 +1129,7 @@ inline void attention(const AttentionArgs& a, Team& team, int thread) {
     case KvType::bf16: return attend::run<attend::Bf16>(a, team, thread);
     case KvType::f16: return attend::run<attend::F16>(a, team, thread);
     case KvType::f32: return attend::run<attend::F32>(a, team, thread);
+    case KvType::int8: return attend::run<attend::Int8>(a, team, thread);
   }
 }
 

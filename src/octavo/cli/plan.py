@@ -12,7 +12,7 @@ import typer
 from octavo.cli.options import with_default
 from octavo.config import BLOCK_SIZES, parse_bytes
 from octavo.errors import RequestError
-from octavo.planner import ELEMENT_BYTES, KVShape, Plan
+from octavo.planner import ELEMENT_BYTES, SCALE_BYTES, KVShape, Plan
 from octavo.planner import plan as make_plan
 
 Name = Annotated[
@@ -77,7 +77,7 @@ def plan(
             raise RequestError("--typical is the sum of --avg-prompt and --avg-output; give it or the two.")
         typical = avg_prompt + avg_output
     config = _config(model)
-    shape = _shape(config, ELEMENT_BYTES[dtype])
+    shape = _shape(config, dtype)
     made = make_plan(shape, memory=parse_bytes(memory), context=context, typical=typical, block_size=block_size)
     notes = _notes(dtype, made, config["max_position_embeddings"])
     if as_json:
@@ -87,12 +87,13 @@ def plan(
         _show(model, dtype, shape, made, notes)
 
 
-def _shape(config: dict[str, Any], element_bytes: int) -> KVShape:
+def _shape(config: dict[str, Any], dtype: str) -> KVShape:
     return KVShape(
         num_layers=config["num_hidden_layers"],
         num_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
-        element_bytes=element_bytes,
+        element_bytes=ELEMENT_BYTES[dtype],
+        scale_bytes=SCALE_BYTES.get(dtype, 0),
     )
 
 
