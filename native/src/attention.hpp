@@ -243,8 +243,7 @@ OCTAVO_INLINE void round_query(const float* query, std::int64_t dim, float* out)
     sum += q;
     store_bytes(bytes + i, q);
   }
-  ByteQuery rest{step.scale, 0};
-  for (int i = 0; i < W; ++i) rest.offset -= 128 * sum[i];
+  const ByteQuery rest{step.scale, -128 * reduce_add(sum)};
   std::memcpy(bytes + wide, &rest, sizeof rest);
 }
 
@@ -813,7 +812,7 @@ struct Group {
   }
 };
 
-// Products of a group's queries with chunks [c, stop) of the keys, which are in the tile, as far as the group sees them.
+// Products of a group's queries with chunks [c, stop) of the keys, those in the tile, as far as the group sees them.
 OCTAVO_INLINE void score_group(const Group& group, int c, int stop, std::int64_t wide, const float* tile,
                                float* scores) {
   const int from = most(c, group.sight.first), to = least(stop, group.sight.last);
@@ -1122,8 +1121,8 @@ void run(const AttentionArgs& a, Team& team, int thread) {
 
 }  // namespace attend
 
-// Rotates q and k, writes k and v to the step's slots, and attends causally over each sequence's blocks. The planner must
-// know the layer's heads and window; `scale` is above 0; `out` may be `q`.
+// Rotates q and k, writes k and v to the step's slots, and attends causally over each sequence's blocks. The planner
+// must know the layer's heads and window; `scale` is above 0; `out` may be `q`.
 inline void attention(const AttentionArgs& a, Team& team, int thread) {
   switch (a.cache.type) {
     case KvType::bf16: return attend::run<attend::Bf16>(a, team, thread);

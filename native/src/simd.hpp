@@ -221,6 +221,15 @@ OCTAVO_INLINE float reduce_max(F v) {
 #endif
 }
 
+OCTAVO_INLINE std::int32_t reduce_add(I v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  std::int32_t sum = v[0];
+  for (int i = 1; i < W; ++i) sum += v[i];
+  return sum;
+#endif
+}
 OCTAVO_INLINE std::int32_t reduce_max(I v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32((__m512i)v);

@@ -129,8 +129,9 @@ def test_attention_step_by_step(kv_type: Any, spec: tuple[int, int, int, int, in
     rope = {o: o.rope_table(inv_freq, 64, factor=1.2) if rotated else None for o in (ops, reference)}
     tables, blocks = scattered_tables([21, 9, 1], 4, 3)
     caches = {o: o.new_cache(blocks, layout) for o in (ops, reference)}
-    # A byte is off by up to 1/254 of its row's largest, here about 3.5, in keys and queries alike: scores by 0.02 in the
-    # standard deviation, 0.1 in the worst of thousands. That moves a weight of two by 0.025, times values that differ by 5.
+    # A byte is off by up to 1/254 of its row's largest, here about 3.5, in keys and queries alike: scores by 0.02 in
+    # the standard deviation, 0.1 in the worst of thousands. That moves a weight of two by 0.025, times values that
+    # differ by 5.
     tolerance = {"f32": 2e-5, "int8": 0.15}.get(kv_type, 0.06)
     for number, pieces in enumerate([[([0] * 20, 0), ([0] * 5, 0)], [([0], 20), ([0] * 4, 5), ([0], 0)]]):
         step = step_of(pieces, tables[: len(pieces)], 4)
