@@ -1,10 +1,12 @@
 """The native kernels one by one: what they reach, beside what this machine can do at most.
 
-    python benchmarks/kernels.py [linear] [attention] [--formats q4,q8] [--rows 1,32] [--rounds 9] [--json]
+    python benchmarks/kernels.py [linear] [attention] [--formats q4,q8] [--rows 1,32] [--kv-dtype bf16]
+        [--rounds 9] [--json]
 
 Products and attention run as in a model: on as many weights, or layers of a cache, as SmolLM2-135M has, one after
 another in one recorded program, so that they come from where a step would find them. GB/s count the weights, or the
-keys and values, once; GOP/s count a multiplication and an addition as two. `of ceiling` is the time that the slower of
+keys and values, once; GOP/s count a multiplication and an addition as two, and with int8 keys and values those of
+weights twice, once for each of their two bytes. `of ceiling` is the time that the slower of
 reading and multiplying would take at this machine's own rates (ceilings.py), as a share of the time taken.
 """
 
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +29,7 @@ from compiled import CannotCompileError
 from octavo import _native
 from octavo.loading.tensor import StoredTensor
 from octavo.ops.interface import AttentionSpec, CacheLayout, StepInput
-from octavo.ops.native import NativeOps, run_step
+from octavo.ops.native import KvType, NativeOps, run_step
 from octavo.ops.native_program import assemble
 from octavo.ops.native_trace import Trace, Value
 
@@ -57,9 +60,9 @@ class Result:
 class Bench:
     """Runs kernels and sets the time they took against the machine's ceilings."""
 
-    def __init__(self, machine: Machine, rounds: int) -> None:
+    def __init__(self, machine: Machine, rounds: int, kv_type: KvType) -> None:
         self.machine, self._rounds = machine, rounds
-        self.ops = NativeOps(threads=machine.threads)
+        self.ops = NativeOps(kv_type, machine.threads)
 
     def result(self, what: str, run: Callable[[], object], num_bytes: int, operations: float, kind: str) -> Result:
         """Time `run`, which reads so many bytes and does so many operations on this kind of numbers."""
@@ -167,7 +170,11 @@ CONTEXTS = (
     Contexts("decode, 256 contexts of 100 to 300", tuple(100 + 200 * i // 255 for i in range(256))),
     Contexts("decode, 32 contexts of 1088, nothing shared", (1088,) * 32),
     Contexts("decode, 32 contexts of 1088, 1024 shared", (1088,) * 32, shared=1024),
+    Contexts("prefill, 16 prompts of 100", (100,) * 16, new=100),
+    Contexts("prefill, 8 prompts of 250", (250,) * 8, new=250),
+    Contexts("prefill, 2 prompts of 1000", (1000,) * 2, new=1000),
     Contexts("prefill, 2048 tokens", (2048,), new=2048),
+    Contexts("prefill, the last 160 of 1900", (1900,), new=160),
     Contexts("prefill, the last 2048 of 8192", (8192,), new=2048),
 )
 
@@ -176,6 +183,7 @@ def attention(bench: Bench) -> Iterator[Result]:
     """Attention of all layers of SmolLM2 over contexts of several kinds, writing keys and values included."""
     layout = CacheLayout(LAYERS, KV_HEADS, BLOCK, HEAD_DIM)
     token_bytes = bench.ops.block_bytes(layout) // BLOCK
+    int8 = bench.ops.kv_type == "int8"
     for contexts in CONTEXTS:
         step, blocks = contexts.step()
         cache = bench.ops.new_cache(blocks, layout)
@@ -185,8 +193,8 @@ def attention(bench: Bench) -> Iterator[Result]:
             f"attention, {contexts.what}, {LAYERS} layers",
             lambda program=program, inputs=inputs, step=step, cache=cache: run_step(program, inputs, step, cache),  # type: ignore[misc]
             contexts.distinct_tokens * token_bytes,
-            4.0 * contexts.pairs * HEADS * HEAD_DIM * LAYERS,
-            "bf16",
+            (6.0 if int8 else 4.0) * contexts.pairs * HEADS * HEAD_DIM * LAYERS,
+            "int8" if int8 else "bf16",
         )
 
 
@@ -215,12 +223,13 @@ def main() -> None:
     parser.add_argument("which", nargs="*", metavar="linear|attention", help="default: both")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--kv-dtype", default="bf16", choices=get_args(KvType), help="of keys and values")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=_native.default_threads())
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
-        bench = Bench(Machine(options.threads, options.rounds), options.rounds)
+        bench = Bench(Machine(options.threads, options.rounds), options.rounds, options.kv_dtype)
     except CannotCompileError as problem:
         print(f"kernels.py: {problem}", file=sys.stderr)
         sys.exit(2)

@@ -1,6 +1,6 @@
 """How far an engine's next-token distributions lie from the float32 reference's, on real weights and real text.
 
-    python benchmarks/quality.py MODEL... [--backend native] [--peers FOLDER] [--out FILE.json]
+    python benchmarks/quality.py MODEL... [--backend native] [--kv-dtype auto,int8] [--peers FOLDER] [--out FILE.json]
 
 For every token of 64 prompts (prompts.txt): KL(reference || engine) in nats over the whole vocabulary, the same weights
 and token ids given to both. A GGUF model is compared on llama.cpp as well where --peers holds it, through its library,
@@ -64,7 +64,7 @@ class Octavo:
 
     def __init__(self, model: str | Path, settings: dict[str, object]) -> None:
         config = make_config(None, {"num_blocks": LONGEST // BLOCK, "block_size": BLOCK, "swap_memory": 0, **settings})
-        self.name = f"octavo {settings.get('backend', 'reference')}"
+        self.name = f"octavo {settings['backend']}, keys and values {settings['kv_dtype']}"
         self.engine: Engine = load_engine(model, config)
         built = self.engine.model
         layout = CacheLayout(built.num_layers, built.num_kv_heads, BLOCK, built.head_dim)
@@ -125,12 +125,14 @@ class LlamaCpp:
 def compare(model: str, options: argparse.Namespace) -> list[Agreement]:
     """Every engine that can run the model, each against the reference."""
     path = resolve(model)
-    reference = Octavo(path, {"backend": "reference"})
+    reference = Octavo(path, {"backend": "reference", "kv_dtype": "auto"})
     assert reference.engine.tokenizer is not None
     texts = PROMPTS.read_text(encoding="utf-8").splitlines()[: options.prompts]
     prompts = [reference.engine.tokenizer.encode(text)[:LONGEST] for text in texts]
     with ExitStack() as open_ones:
-        speakers: list[Speaker] = [Octavo(path, {"backend": options.backend, **options.settings})]
+        speakers: list[Speaker] = [
+            Octavo(path, {"backend": options.backend, "kv_dtype": kv_dtype}) for kv_dtype in options.kv_dtype.split(",")
+        ]
         if path.suffix == ".gguf" and options.peers is not None:
             try:
                 peer = LlamaCpp(path, options.peers)
@@ -201,12 +203,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--backend", default="native")
-    parser.add_argument("--kv-dtype", help="element type of keys and values")
+    parser.add_argument("--kv-dtype", default="auto", help="types of keys and values to try, with commas between")
     parser.add_argument("--peers", type=Path, help="the folder of the installed peers")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    options.settings = {} if options.kv_dtype is None else {"kv_dtype": options.kv_dtype}
     try:
         results = [result for model in options.models for result in compare(model, options)]
     except OctavoError as problem:

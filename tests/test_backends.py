@@ -20,6 +20,7 @@ from octavo.ops.native import NativeOps
     [
         ({}, "bf16", 3),
         ({"backend": "native", "kv_dtype": "f16"}, "f16", 3),
+        ({"kv_dtype": "int8"}, "int8", 3),
         ({"kv_dtype": "f32", "threads": 2, "deterministic": True}, "f32", 2),
     ],
 )
@@ -70,7 +71,7 @@ def test_an_instruction_set_that_is_not_there_is_a_setting_that_cannot_be() -> N
     ("setting", "message"),
     [
         ({"backend": "cuda"}, "auto, native or reference"),
-        ({"kv_dtype": "int8"}, "auto, bf16, f16 or f32"),
+        ({"kv_dtype": "int4"}, "auto, bf16, f16, f32 or int8"),
         ({"threads": 0}, "threads is 0"),
         ({"threads": True}, "threads is True"),
         ({"threads": 1.5}, "threads is 1.5"),

@@ -39,6 +39,8 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_llama_7b_counts_all_its_layers() -> None:
     assert LLAMA_7B.token_bytes == 512 * 1024  # not the 16 KB of texts that forget the 32 layers
     assert LLAMA_7B.formula(16) == "16 × 2 × 32 × 32 × 128 × 2 = 8,388,608 bytes"
+    bytewise = KVShape(num_layers=32, num_kv_heads=32, head_dim=128, element_bytes=1, scale_bytes=4)
+    assert bytewise.formula(16) == "16 × 2 × 32 × 32 × (128 × 1 + 4) = 4,325,376 bytes"
 
 
 def test_a_plan_by_hand() -> None:

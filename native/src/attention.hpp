@@ -21,7 +21,9 @@ constexpr int kChunk = W;                     // tokens that are looked at in on
 constexpr int kChunks = kPartition / kChunk;  // of a partition
 constexpr int kRows = 6;                      // query rows and
 constexpr int kColumns = W == 16 ? 4 : 2;     // vectors beside each other whose products stay in registers
-constexpr int kSegment = 128;                 // query rows that walk through a context together
+constexpr int kTile = kColumns * W;           // tokens, or dimensions, of a product
+constexpr int kPitch = kPartition + W;        // floats from one row's scores to the next: not a multiple of a page
+constexpr int kManyRows = 2 * kRows;          // from so many on, keys are widened once for all rows
 constexpr float kLowest = -1e30f;             // below any score, yet finite, so that differences are numbers
 constexpr float kLog2e = 1.44269504088896341f;
 template <class Stored>
@@ -61,10 +63,11 @@ OCTAVO_INLINE void store_up_to(float* p, F v, std::int64_t n) {
 }
 
 // --- element types --------------------------------------------------------------------------------------------------
-// What a block holds, `step` of them in a lane. All products are of float32: on the Intel cores that have it, the dot
-// product of bf16 pairs is slower than two FMAs, and it would round queries and weights.
+// What a block holds, `step` of them in a lane. Products of floats are of float32: on the Intel cores that have it, the
+// dot product of bf16 pairs is slower than two FMAs, and it would round queries and weights.
 
 struct Bf16 {
+  static constexpr bool scaled = false;
   using Stored = std::uint16_t;
   static constexpr int step = 2;
   static OCTAVO_INLINE F part(const Stored* p, int i) {
@@ -75,6 +78,7 @@ struct Bf16 {
 };
 
 struct F16 {
+  static constexpr bool scaled = false;
   using Stored = std::uint16_t;
   static constexpr int step = 1;
   static OCTAVO_INLINE F part(const Stored* p, int) { return load_f16(p); }
@@ -82,14 +86,42 @@ struct F16 {
 };
 
 struct F32 {
+  static constexpr bool scaled = false;
   using Stored = float;
   static constexpr int step = 1;
   static OCTAVO_INLINE F part(const Stored* p, int) { return load(p); }
   static OCTAVO_INLINE void put(Stored* p, F x) { store(p, x); }
 };
 
+// Bytes and a float32 for each token's key or value of a head: x = q * scale, |q| <= 127. Keys are kept as q + 128, as
+// the dot products of bytes want one side without a sign; queries are rounded likewise, weights to 16 bits.
+struct Int8 {
+  using Stored = std::uint8_t;
+  static constexpr bool scaled = true;
+  static constexpr int step = 4;
+};
+
+// What a row of n values is divided by to be at most 127; a row of next to nothing becomes zeros. NaN stays NaN.
+struct Step {
+  float scale, inverse;
+};
+OCTAVO_INLINE Step step_of(const float* x, std::int64_t n) {
+  I largest = {};  // as bits: NaN is above all
+  for (std::int64_t i = 0; i < n; i += W) {
+    const I bits = as_int(abs(load_up_to(x + i, n - i)));
+    largest = bits > largest ? bits : largest;
+  }
+  const std::int32_t top = reduce_max(largest);
+  float size;
+  std::memcpy(&size, &top, sizeof size);
+  if (size <= 1e-20f) return {1.0f, 0.0f};
+  return {size / 127.0f, 127.0f / size};
+}
+OCTAVO_INLINE I to_steps(F x, const Step& step) { return round_to_int(x * set1(step.inverse)); }
+
 // --- the inside of a block ------------------------------------------------------------------------------------------
-// Of a layer, head, and key or value, a block holds block_size * D elements. Where both fill whole vectors:
+// Of a layer, head, and key or value, a block holds block_size * D elements, and then scales, if any, of its tokens.
+// Where both fill whole vectors:
 //   keys   [D / step][block_size][step]: a vector is a chunk of tokens, for `step` dimensions
 //   values [block_size / step][D][step]: a vector is a run of dimensions, for `step` tokens
 // Otherwise both are [block_size][D], and chunks are gathered into the form above, padded, before they are read.
@@ -110,10 +142,17 @@ struct Layout {
         in_place(size % kChunk == 0 && dim % W == 0) {}
 
   OCTAVO_INLINE typename T::Stored* keys(std::int64_t block, std::int64_t head) const {
-    return data + ((block * num_layers + layer) * 2 * num_kv_heads + head) * size * dim;
+    return data + ((block * num_layers + layer) * 2 * num_kv_heads + head) * head_elements();
   }
   OCTAVO_INLINE typename T::Stored* values(std::int64_t block, std::int64_t head) const {
-    return keys(block, head) + num_kv_heads * size * dim;
+    return keys(block, head) + num_kv_heads * head_elements();
+  }
+  // Where a token's scale lies beside keys or values.
+  OCTAVO_INLINE typename T::Stored* scale(typename T::Stored* head_data, std::int64_t offset) const {
+    return head_data + size * dim + offset * static_cast<std::int64_t>(sizeof(float));
+  }
+  OCTAVO_INLINE std::int64_t head_elements() const {
+    return size * (dim + (T::scaled ? static_cast<std::int64_t>(sizeof(float)) : 0));
   }
   OCTAVO_INLINE std::int64_t wide() const { return whole_vectors(dim); }  // dimensions of a query or gathered key
 };
@@ -146,6 +185,12 @@ OCTAVO_INLINE void scatter(const typename T::Stored* row, std::int64_t n, typena
       _mm512_mask_storeu_epi16(lanes_out + 2 * i, place ? 0xaaaaaaaau : 0x55555555u, (__m512i)values);
     }
   }
+  if constexpr (T::step == 4) {
+    for (; i + W <= n; i += W) {
+      const I values = (I)_mm512_cvtepu8_epi32(load_as<__m128i>(row + i)) << (8 * place);
+      _mm512_mask_storeu_epi8(lanes_out + 4 * i, 0x1111111111111111ull << place, (__m512i)values);
+    }
+  }
 #endif
   for (; i < n; ++i) lanes_out[i * T::step + place] = row[i];
 }
@@ -155,11 +200,21 @@ template <class T>
 OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int64_t offset, std::int64_t head,
                               const float* key, const float* value) {
   typename T::Stored k[kMaxHeadDim + W], v[kMaxHeadDim + W];
-  for (std::int64_t i = 0; i < at.dim; i += W) {
-    T::put(k + i, load(key + i));
-    T::put(v + i, load_up_to(value + i, at.dim - i));
-  }
   typename T::Stored *keys = at.keys(block, head), *values = at.values(block, head);
+  if constexpr (T::scaled) {
+    const Step of_key = step_of(key, at.dim), of_value = step_of(value, at.dim);
+    for (std::int64_t i = 0; i < at.dim; i += W) {
+      store_bytes(k + i, to_steps(load(key + i), of_key) + 128);
+      store_bytes(v + i, to_steps(load_up_to(value + i, at.dim - i), of_value));
+    }
+    std::memcpy(at.scale(keys, offset), &of_key.scale, sizeof of_key.scale);
+    std::memcpy(at.scale(values, offset), &of_value.scale, sizeof of_value.scale);
+  } else {
+    for (std::int64_t i = 0; i < at.dim; i += W) {
+      T::put(k + i, load(key + i));
+      T::put(v + i, load_up_to(value + i, at.dim - i));
+    }
+  }
   if (!at.in_place) {
     std::memcpy(keys + offset * at.dim, k, static_cast<std::size_t>(at.dim) * sizeof *k);
     std::memcpy(values + offset * at.dim, v, static_cast<std::size_t>(at.dim) * sizeof *v);
@@ -171,6 +226,27 @@ OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int6
   scatter<T>(v, at.dim, values + (offset - place) * at.dim, place);
 }
 
+// A rotated query as bytes, in the place of its floats: [wide] and what goes with them.
+struct ByteQuery {
+  float scale;
+  std::int32_t offset;  // what is too much in a product with keys that are 128 too high, below 0
+};
+static_assert(sizeof(ByteQuery) <= 3 * 4);  // what a query of one vector of 4 leaves
+
+OCTAVO_INLINE void round_query(const float* query, std::int64_t dim, float* out) {
+  const std::int64_t wide = whole_vectors(dim);
+  std::uint8_t* const bytes = reinterpret_cast<std::uint8_t*>(out);
+  const Step step = step_of(query, dim);
+  I sum = {};
+  for (std::int64_t i = 0; i < wide; i += W) {
+    const I q = to_steps(load(query + i), step);
+    sum += q;
+    store_bytes(bytes + i, q);
+  }
+  const ByteQuery rest{step.scale, -128 * reduce_add(sum)};
+  std::memcpy(bytes + wide, &rest, sizeof rest);
+}
+
 // A thread's rows: queries rotated into the plan's scratch, keys and values into their slots.
 template <class T>
 void write(const AttentionArgs& a, std::int64_t begin, std::int64_t end) {
@@ -180,8 +256,10 @@ void write(const AttentionArgs& a, std::int64_t begin, std::int64_t end) {
   for (std::int64_t t = begin; t < end; ++t) {
     const float *cos = rotation.cos + t * rotation.half, *sin = rotation.sin + t * rotation.half;
     float* query = a.plan->queries + t * a.num_heads * at.wide();
-    for (std::int64_t h = 0; h < a.num_heads; ++h, query += at.wide())
-      rotate(a.q + t * a.q_stride + h * at.dim, at.dim, cos, sin, rotation.half, query);
+    for (std::int64_t h = 0; h < a.num_heads; ++h, query += at.wide()) {
+      rotate(a.q + t * a.q_stride + h * at.dim, at.dim, cos, sin, rotation.half, T::scaled ? turned : query);
+      if constexpr (T::scaled) round_query(turned, at.dim, query);
+    }
     const std::int64_t slot = a.plan->step.slots[t], block = slot / at.size, offset = slot % at.size;
     for (std::int64_t h = 0; h < a.num_kv_heads; ++h) {
       rotate(a.k + t * a.k_stride + h * at.dim, at.dim, cos, sin, rotation.half, turned);
@@ -197,6 +275,7 @@ template <class T>
 struct Keys {
   const typename T::Stored *key[kChunks], *value[kChunks];
   const typename T::Stored* next[kChunks];  // keys that will be read after these, to be prefetched
+  const float *key_scale[kChunks], *value_scale[kChunks];  // of the tokens, where there are scales
   std::int64_t key_stride;    // from one step of dimensions to the next
   std::int64_t value_stride;  // from one step of tokens to the next
   int first, end;
@@ -216,14 +295,20 @@ const typename T::Stored* cut(const typename T::Stored* value, std::int64_t dim,
 // The chunk at `origin` of blocks too small or heads too narrow for vectors; zeros outside [begin, end) and from D on.
 template <class T>
 void gather(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std::int64_t origin, std::int64_t begin,
-            std::int64_t end, typename T::Stored* key, typename T::Stored* value) {
+            std::int64_t end, typename T::Stored* key, typename T::Stored* value, float* scales) {
   const std::int64_t wide = at.wide(), even = at.dim / T::step * T::step;
   for (int token = 0; token < kChunk; ++token) {
     const typename T::Stored *k = kZeros<typename T::Stored>, *v = k;
+    if constexpr (T::scaled) scales[token] = scales[W + token] = 0.0f;
     const std::int64_t slot = origin + token;
     if (begin <= slot && slot < end) {
-      k = at.keys(table[slot / at.size], head) + slot % at.size * at.dim;
-      v = at.values(table[slot / at.size], head) + slot % at.size * at.dim;
+      const std::int64_t block = table[slot / at.size], offset = slot % at.size;
+      k = at.keys(block, head) + offset * at.dim;
+      v = at.values(block, head) + offset * at.dim;
+      if constexpr (T::scaled) {
+        std::memcpy(scales + token, at.scale(at.keys(block, head), offset), sizeof *scales);
+        std::memcpy(scales + W + token, at.scale(at.values(block, head), offset), sizeof *scales);
+      }
     }
     typename T::Stored* const keys = key + token * T::step;
     for (std::int64_t i = 0; i < even; i += T::step) std::memcpy(keys + i * kChunk, k + i, T::step * sizeof *k);
@@ -249,15 +334,22 @@ void find(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std
     const std::int64_t token = origin + c * kChunk;
     if (!at.in_place) {
       typename T::Stored *key = tile + 2 * c * kChunk * wide, *value = key + kChunk * wide;
-      gather(at, table, head, token, begin, end, key, value);
+      float* const scales = reinterpret_cast<float*>(tile + 2 * kPartition * wide) + 2 * c * W;
+      gather(at, table, head, token, begin, end, key, value, scales);
       keys.key[c] = key;
       keys.value[c] = value;
+      keys.key_scale[c] = scales;
+      keys.value_scale[c] = scales + W;
       continue;
     }
     const std::int64_t block = table[token / at.size], offset = token % at.size;
     keys.key[c] = at.keys(block, head) + offset * T::step;
     keys.value[c] = at.values(block, head) + offset * at.dim;
-    if (token + kChunk > end) keys.value[c] = cut<T>(keys.value[c], at.dim, static_cast<int>(end - token), tile);
+    if constexpr (T::scaled) {
+      keys.key_scale[c] = reinterpret_cast<const float*>(at.scale(at.keys(block, head), offset));
+      keys.value_scale[c] = reinterpret_cast<const float*>(at.scale(at.values(block, head), offset));
+      __builtin_prefetch(keys.value_scale[c], 0, 2);
+    } else if (token + kChunk > end) keys.value[c] = cut<T>(keys.value[c], at.dim, static_cast<int>(end - token), tile);
   }
 }
 
@@ -276,7 +368,9 @@ void look_ahead(const Layout<T>& at, const StepView& step, const Place& place, K
   for (int c = 0; c < kChunks; ++c) {
     const std::int64_t token = place.partition * kPartition + c * kChunk;
     if (token >= step.context_lens[place.sequence]) return;
-    keys.next[c] = at.keys(table[token / at.size], place.head) + token % at.size * T::step;
+    typename T::Stored* const next = at.keys(table[token / at.size], place.head);
+    keys.next[c] = next + token % at.size * T::step;
+    if constexpr (T::scaled) __builtin_prefetch(at.scale(next, token % at.size), 0, 2);
   }
 }
 
@@ -345,7 +439,7 @@ OCTAVO_INLINE void multiply(F (&sum)[R][C], const float* const (&rows)[R],
 // come closer.
 template <class T, int R, int C>
 OCTAVO_INLINE void score(const Keys<T>& keys, int c, int end, const float* const (&queries)[R], std::int64_t wide,
-                         float (&scores)[R][kPartition]) {
+                         float (&scores)[R][kPitch]) {
   const typename T::Stored* columns[C];
   Ahead<T, C> ahead{{}, W * T::step};
 #pragma GCC unroll 8
@@ -362,56 +456,181 @@ OCTAVO_INLINE void score(const Keys<T>& keys, int c, int end, const float* const
       if (c + i < end) store(scores[r] + (c + i) * kChunk, sum[r][i]);
 }
 
-// One row's products of chunks [first, last) to weights relative to the highest score, which it returns in powers of 2;
-// adds them up in `sum`. The row sees tokens [begin, end) of the partition; the others get weight 0.
-OCTAVO_INLINE float weigh(float* scores, int first, int last, int begin, int end, const Scoring& scoring, float& sum) {
-  F highest = set1(kLowest);
-  for (int c = first; c < last; ++c) {
-    const int from = begin - c * kChunk, to = end - c * kChunk;
-    const bool all = from <= 0 && to >= kChunk;
-    F s = load(scores + c * kChunk);
-    if (scoring.cap != 0.0f) s = set1(scoring.cap) * tanh(s * set1(scoring.shrink));
-    if (!all) s = ((lanes() >= from) & (lanes() < to)) ? s : set1(kLowest);
-    if (!all || scoring.cap != 0.0f) store(scores + c * kChunk, s);
-    highest = max(highest, s);
+// What the rows of a product see of a partition, and the chunks [first, last) that any of them sees.
+template <int R>
+struct Sight {
+  int begin[R], end[R];
+  int first = kChunks, last = 0;
+
+  Sight() = default;
+  // Of `count` rows; the last one stands in for those that are missing.
+  OCTAVO_INLINE Sight(const Row* rows, std::int64_t count, std::int64_t partition) {
+    for (int r = 0; r < R; ++r) {
+      const Query& seen = *rows[least<std::int64_t>(r, count - 1)].seen;
+      begin[r] = static_cast<int>(most<std::int64_t>(seen.begin - partition * kPartition, 0));
+      end[r] = static_cast<int>(least<std::int64_t>(seen.end - partition * kPartition, kPartition));
+      if (blind(r)) continue;
+      first = least(first, begin[r] / kChunk);
+      last = most(last, (end[r] + kChunk - 1) / kChunk);
+    }
   }
-  const bool blind = begin >= end;
-  const float top = blind ? kLowest : reduce_max(highest) * scoring.scale;
-  const F scale = set1(scoring.scale), less = set1(blind ? 0.0f : -top);
-  F total = {};
-  for (int c = first; c < last; ++c) {
-    const F weight = exp2(fma(load(scores + c * kChunk), scale, less));
-    total += weight;
-    store(scores + c * kChunk, weight);
+
+  OCTAVO_INLINE bool blind(int r) const { return begin[r] >= end[r]; }
+  OCTAVO_INLINE bool nothing() const { return first >= last; }
+};
+
+// A number of each row, as vectors.
+template <int R>
+struct PerRow {
+  alignas(64) float of[(R + W - 1) / W * W] = {};
+
+  static OCTAVO_INLINE PerRow ones() {
+    PerRow all;
+    for (float& x : all.of) x = 1.0f;
+    return all;
   }
-  sum = reduce_add(total);
-  return top;
+};
+
+// Turns the rows' products of chunks [first, last), which are `units` of each row, into weights relative to each row's
+// highest score, which `tops` receives in powers of 2, and adds them up. What a row does not see gets weight 0.
+// Where values have scales, weights are multiplied by them afterwards, and `largest` receives each row's largest.
+template <class T, int R>
+OCTAVO_INLINE void weigh(float* scores, const Keys<T>& keys, const Sight<R>& sight, const Scoring& scoring,
+                         const PerRow<R>& units, PerRow<R>& tops, PerRow<R>& sums, PerRow<R>& largest) {
+  int latest = 0, earliest = kPartition;
+  for (int r = 0; r < R; ++r) {
+    latest = most(latest, sight.begin[r]);
+    earliest = least(earliest, sight.end[r]);
+  }
+  F highest[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) highest[r] = set1(kLowest);
+  for (int c = sight.first; c < sight.last; ++c) {
+    const bool all = latest <= c * kChunk && (c + 1) * kChunk <= earliest;
+    if (all && scoring.cap == 0.0f) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) highest[r] = max(highest[r], load(scores + r * kPitch + c * kChunk));
+      continue;
+    }
+    for (int r = 0; r < R; ++r) {
+      const int from = sight.begin[r] - c * kChunk, to = sight.end[r] - c * kChunk;
+      F s = load(scores + r * kPitch + c * kChunk);
+      if (scoring.cap != 0.0f) s = set1(scoring.cap) * tanh(s * set1(scoring.shrink * units.of[r]));
+      s = ((lanes() >= from) & (lanes() < to)) ? s : set1(kLowest);
+      store(scores + r * kPitch + c * kChunk, s);
+      highest[r] = max(highest[r], s);
+    }
+  }
+  F scale[R], less[R], total[R] = {};
+  I top[R] = {};  // of the weights, as bits: NaN is above all
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    scale[r] = set1(scoring.cap != 0.0f ? scoring.scale : scoring.scale * units.of[r]);
+    tops.of[r] = sight.blind(r) ? kLowest : reduce_max(highest[r]) * scale[r][0];
+    less[r] = set1(sight.blind(r) ? 0.0f : -tops.of[r]);
+  }
+  for (int c = sight.first; c < sight.last; ++c) {
+    const bool all = latest <= c * kChunk && (c + 1) * kChunk <= earliest;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      float* const s = scores + r * kPitch + c * kChunk;
+      F weight = exp2(fma(load(s), scale[r], less[r]));
+      total[r] += weight;
+      if constexpr (T::scaled) {
+        weight *= load(keys.value_scale[c]);
+        if (!all) {  // stale scales may be NaN
+          const int from = sight.begin[r] - c * kChunk, to = sight.end[r] - c * kChunk;
+          weight = ((lanes() >= from) & (lanes() < to)) ? weight : F{};
+        }
+        top[r] = as_int(weight) > top[r] ? as_int(weight) : top[r];
+      }
+      store(s, weight);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    sums.of[r] = reduce_add(total[r]);
+    if constexpr (T::scaled) {
+      const std::int32_t bits = reduce_max(top[r]);
+      std::memcpy(&largest.of[r], &bits, sizeof bits);
+    }
+  }
 }
 
 // How much the parts so far and a new one count once they are relative to the higher of their highest scores.
-struct Fade {
-  float old, fresh;
+struct Fades {
+  F old, fresh;
 };
 
-// The one place where parts are merged: see the top of the file.
-OCTAVO_INLINE Fade merge(float& highest, float& sum, float new_highest, float new_sum) {
-  const float top = most(highest, new_highest);
-  F x = {};
-  x[0] = highest - top;
-  x[1] = new_highest - top;
-  const F y = exp2(x);
+// The one place where parts are merged, of a row in each lane: see the top of the file.
+OCTAVO_INLINE Fades merge(F& highest, F& sum, F new_highest, F new_sum) {
+  const F top = max(highest, new_highest);
+  const Fades fades{exp2(highest - top), exp2(new_highest - top)};
   highest = top;
-  sum = fma(set1(sum), set1(y[0]), set1(new_sum) * set1(y[1]))[0];
-  return {y[0], y[1]};
+  sum = fma(sum, fades.old, new_sum * fades.fresh);
+  return fades;
 }
-OCTAVO_INLINE F merge(F old, F fresh, const Fade& fade) { return fma(old, set1(fade.old), fresh * set1(fade.fresh)); }
+OCTAVO_INLINE F join(F old, F fresh, F fade_old, F fade_fresh) { return fma(old, fade_old, fresh * fade_fresh); }
+
+// Where a row's part of a partition goes, and what becomes of it on the way.
+struct Goal {
+  float* out = nullptr;  // into the row's result, or to its place among the parts; null: nowhere
+  float old, fresh;      // what is there and what comes count so much;
+  bool first;            // nothing is there yet
+  float inverse;         // of the weights' sum where this is the last part, otherwise 0
+};
+
+OCTAVO_INLINE void put(const Walk& walk, const Goal& goal, std::int64_t d, F fresh) {
+  float* const out = goal.out + d;
+  const std::int64_t n = walk.args->head_dim - d;
+  if (walk.whole) {
+    fresh = join(goal.first ? F{} : load_up_to(out, n), fresh, set1(goal.old), set1(goal.fresh));
+    if (goal.inverse != 0.0f) fresh *= set1(goal.inverse);
+  }
+  store_up_to(out, fresh, n);
+}
+
+// Settles where the parts of the first `count` rows go.
+template <int R>
+OCTAVO_INLINE void settle(const Walk& walk, Row* rows, int count, const Sight<R>& sight, const PerRow<R>& tops,
+                          const PerRow<R>& sums, Goal* goals) {
+  if (!walk.whole) {
+    for (int r = 0; r < count; ++r) {
+      if (sight.blind(r)) continue;
+      float* const part = rows[r].out + (rows[r].seen->partial + walk.partition) * walk.partial_stride;
+      part[walk.args->head_dim] = tops.of[r];
+      part[walk.args->head_dim + 1] = sums.of[r];
+      goals[r].out = part;
+    }
+    return;
+  }
+  PerRow<R> highest, sum, old, fresh;
+  for (int r = 0; r < count; ++r) {
+    highest.of[r] = rows[r].highest;
+    sum.of[r] = rows[r].sum;
+  }
+  for (int r = 0; r < count; r += W) {
+    F top = load(highest.of + r), total = load(sum.of + r);
+    const Fades fades = merge(top, total, load(tops.of + r), load(sums.of + r));
+    store(highest.of + r, top);
+    store(sum.of + r, total);
+    store(old.of + r, fades.old);
+    store(fresh.of + r, fades.fresh);
+  }
+  for (int r = 0; r < count; ++r) {
+    if (sight.blind(r)) continue;
+    const bool last = rows[r].seen->end <= (walk.partition + 1) * kPartition;
+    goals[r] = {rows[r].out, old.of[r], fresh.of[r], rows[r].sum == 0.0f, last ? 1.0f / sum.of[r] : 0.0f};
+    rows[r].highest = highest.of[r];
+    rows[r].sum = sum.of[r];
+  }
+}
 
 // C vectors of the rows' weighted values from dimension d on, merged into what the rows have (whole) or put aside.
 // Meanwhile the next keys come closer: as many lines as are read here.
 template <class T, int R, int C>
 OCTAVO_INLINE void add_values(const Walk& walk, const Keys<T>& keys, int first, int last,
-                              const float (&weights)[R][kPartition], const Fade (&fades)[R], float* const (&outs)[R],
-                              std::int64_t d) {
+                              const float (&weights)[R][kPitch], const Goal (&goals)[R], std::int64_t d) {
   F sum[R][C] = {};
   for (int c = first; c < last; ++c) {
     const float* rows[R];
@@ -428,64 +647,352 @@ OCTAVO_INLINE void add_values(const Walk& walk, const Keys<T>& keys, int first, 
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    if (outs[r] == nullptr) continue;
+    if (goals[r].out == nullptr) continue;
 #pragma GCC unroll 8
-    for (int i = 0; i < C; ++i) {
-      float* const out = outs[r] + d + i * W;
-      const std::int64_t n = walk.args->head_dim - d - i * W;
-      store_up_to(out, walk.whole ? merge(load_up_to(out, n), sum[r][i], fades[r]) : sum[r][i], n);
-    }
+    for (int i = 0; i < C; ++i) put(walk, goals[r], d + i * W, sum[r][i]);
   }
-}
-
-// Where a row's part of this partition goes: into its result, or to its place among the parts. Null if it sees nothing.
-OCTAVO_INLINE float* settle(const Walk& walk, Row& row, bool blind, float top, float sum, Fade& fade) {
-  if (walk.whole) {
-    fade = merge(row.highest, row.sum, top, sum);
-    return row.out;
-  }
-  if (blind) return nullptr;
-  float* const part = row.out + (row.seen->partial + walk.partition) * walk.partial_stride;
-  part[walk.args->head_dim] = top;
-  part[walk.args->head_dim + 1] = sum;
-  return part;
 }
 
 // R rows and the keys of a partition: scores, weights, weighted values.
 template <class T, int R>
 void attend(const Walk& walk, const Keys<T>& keys, Row* rows) {
-  const std::int64_t origin = walk.partition * kPartition;
+  const Sight<R> sight(rows, R, walk.partition);
+  if (sight.nothing()) return;
+  const int first = sight.first, last = sight.last;
   const float* queries[R];
-  int begin[R], end[R], first = kChunks, last = 0;
-  for (int r = 0; r < R; ++r) {
-    queries[r] = rows[r].query;
-    begin[r] = static_cast<int>(most<std::int64_t>(rows[r].seen->begin - origin, 0));
-    end[r] = static_cast<int>(least<std::int64_t>(rows[r].seen->end - origin, kPartition));
-    if (begin[r] >= end[r]) continue;
-    first = least(first, begin[r] / kChunk);
-    last = most(last, (end[r] + kChunk - 1) / kChunk);
-  }
-  if (first >= last) return;
+  for (int r = 0; r < R; ++r) queries[r] = rows[r].query;
 
-  alignas(64) float scores[R][kPartition];  // and soon weights
+  alignas(64) float scores[R][kPitch];  // and soon weights
   int c = first;
   for (; c + kColumns / 2 < last; c += kColumns) score<T, R, kColumns>(keys, c, last, queries, walk.wide, scores);
   if (c < last) score<T, R, kColumns / 2>(keys, c, last, queries, walk.wide, scores);
 
-  Fade fades[R] = {};
-  float* outs[R];
-  for (int r = 0; r < R; ++r) {
-    float sum;
-    const float top = weigh(scores[r], first, last, begin[r], end[r], walk.scoring, sum);
-    outs[r] = settle(walk, rows[r], begin[r] >= end[r], top, sum, fades[r]);
-  }
+  PerRow<R> tops, sums, none;
+  Goal goals[R];
+  weigh<T, R>(scores[0], keys, sight, walk.scoring, PerRow<R>::ones(), tops, sums, none);
+  settle<R>(walk, rows, R, sight, tops, sums, goals);
 
   std::int64_t d = 0;
   for (; d + kColumns * W <= walk.wide; d += kColumns * W)
-    add_values<T, R, kColumns>(walk, keys, first, last, scores, fades, outs, d);
+    add_values<T, R, kColumns>(walk, keys, first, last, scores, goals, d);
   for (; d + kColumns / 2 * W <= walk.wide; d += kColumns / 2 * W)
-    add_values<T, R, kColumns / 2>(walk, keys, first, last, scores, fades, outs, d);
-  for (; d < walk.wide; d += W) add_values<T, R, 1>(walk, keys, first, last, scores, fades, outs, d);
+    add_values<T, R, kColumns / 2>(walk, keys, first, last, scores, goals, d);
+  for (; d < walk.wide; d += W) add_values<T, R, 1>(walk, keys, first, last, scores, goals, d);
+}
+
+// --- many query rows and a partition --------------------------------------------------------------------------------
+// The same sums, in an order that suits prompts: keys and values are widened to float32 a tile at a time, and each tile
+// is used by all rows while it is near.
+
+// What the rows of a segment need on their way through a partition; in the plan's tiles, after a gathered partition.
+struct Room {
+  float* tile;    // [wide][kTile] keys, or [kTile][wide] values
+  float* sums;    // [kSegment][wide] weighted values
+  float* scores;  // [kSegment][kPitch], and soon weights
+
+  template <class T>
+  static OCTAVO_INLINE Room in(typename T::Stored* tiles, std::int64_t wide) {
+    float* const tile = reinterpret_cast<float*>(tiles + 2 * kPartition * wide);
+    return {tile, tile + kTile * wide, tile + (kTile + kSegment) * wide};
+  }
+};
+
+// Chunks [c, end) of keys as float32: a row of the tile is a dimension of all of them.
+template <class T>
+OCTAVO_INLINE void widen_keys(const Keys<T>& keys, int c, int end, std::int64_t wide, float* tile) {
+  for (int i = 0; c + i < end; ++i)
+    for (std::int64_t k = 0; k < wide / T::step; ++k)
+      for (int part = 0; part < T::step; ++part)
+        store(tile + (k * T::step + part) * kTile + i * W, T::part(keys.key[c + i] + k * keys.key_stride, part));
+}
+
+// Chunks [c, end) of values as float32: a row of the tile is a token.
+template <class T>
+OCTAVO_INLINE void widen_values(const Keys<T>& keys, int c, int end, std::int64_t wide, float* tile) {
+  for (; c < end; ++c)
+    for (std::int64_t k = 0; k < kChunk / T::step; ++k, tile += T::step * wide)
+      for (std::int64_t d = 0; d < wide; d += W)
+        for (int part = 0; part < T::step; ++part)
+          store(tile + part * wide + d, T::part(keys.value[c] + k * keys.value_stride + d * T::step, part));
+}
+
+// The lines of memory that the tile after this one will be made of, to be asked for bit by bit: they are scattered.
+struct Lines {
+  const char* chunk[kColumns];
+  std::int64_t stride, of_chunk;
+
+  OCTAVO_INLINE void prefetch(std::int64_t part, std::int64_t parts) const {
+    for (std::int64_t i = of_chunk * part / parts; i < of_chunk * (part + 1) / parts; ++i)
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) __builtin_prefetch(chunk[c] + i * stride, 0, 2);
+  }
+};
+
+// Of the keys from chunk c on, in keys.key or keys.next. The last chunk stands in for those from `end` on.
+template <class T>
+OCTAVO_INLINE Lines key_lines(const Keys<T>& keys, const typename T::Stored* const* chunks, int c, int end,
+                              std::int64_t wide) {
+  Lines lines{{}, keys.key_stride * static_cast<std::int64_t>(sizeof(typename T::Stored)), wide / T::step};
+  for (int i = 0; i < kColumns; ++i) lines.chunk[i] = reinterpret_cast<const char*>(chunks[least(c + i, end - 1)]);
+  return lines;
+}
+
+template <class T>
+OCTAVO_INLINE Lines value_lines(const Keys<T>& keys, int c, std::int64_t wide) {
+  Lines lines{{}, 64, kChunk * wide * static_cast<std::int64_t>(sizeof(typename T::Stored)) / 64};
+  for (int i = 0; i < kColumns; ++i)
+    lines.chunk[i] = reinterpret_cast<const char*>(keys.value[least(c + i, keys.end - 1)]);
+  return lines;
+}
+
+// sum[r][c] += over the steps, row r's factors times column c's vectors, as the other `multiply`.
+template <int C>
+OCTAVO_INLINE void multiply(F (&sum)[kRows][C], const float* const (&rows)[kRows], const float* columns,
+                            std::int64_t stride, std::int64_t steps) {
+#pragma GCC unroll 2
+  for (std::int64_t k = 0; k < steps; ++k, columns += stride) {
+    F b[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) b[c] = load(columns + c * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const F a = set1(rows[r][k]);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sum[r][c] = fma(a, b[c], sum[r][c]);
+    }
+  }
+}
+
+// Products of a group's queries and C chunks of a tile's keys.
+template <int C>
+void score_tile(const float* const (&queries)[kRows], const float* tile, std::int64_t wide, float* scores) {
+  F sum[kRows][C] = {};
+  multiply<C>(sum, queries, tile, kTile, wide);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(scores + r * kPitch + c * W, sum[r][c]);
+}
+
+// C vectors of `steps` tokens' values, weighted, added to a group's sums; these begin at 0 where `fresh`.
+template <int C>
+void add_tile(const float* weights, const float* tile, std::int64_t wide, std::int64_t steps, bool fresh, float* sums) {
+  const float* rows[kRows];
+  F sum[kRows][C] = {};
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    rows[r] = weights + r * kPitch;
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[r][c] = fresh ? F{} : load(sums + r * wide + c * W);
+  }
+  multiply<C>(sum, rows, tile, wide, steps);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(sums + r * wide + c * W, sum[r][c]);
+}
+
+// Calls product<C>() for C = n, or the most there is.
+template <int C = kColumns, class Product>
+OCTAVO_INLINE void with_columns(std::int64_t n, const Product& product) {
+  if constexpr (C > 1) {
+    if (n < C) return with_columns<C - 1>(n, product);
+  }
+  product.template operator()<C>();
+}
+
+// Rows that are multiplied together.
+struct Group {
+  const float* queries[kRows];
+  Sight<kRows> sight;
+
+  Group() = default;
+  OCTAVO_INLINE Group(const Row* rows, std::int64_t count, std::int64_t partition) : sight(rows, count, partition) {
+    for (int r = 0; r < kRows; ++r) queries[r] = rows[least<std::int64_t>(r, count - 1)].query;
+  }
+};
+
+// Products of a group's queries with chunks [c, stop) of the keys, those in the tile, as far as the group sees them.
+OCTAVO_INLINE void score_group(const Group& group, int c, int stop, std::int64_t wide, const float* tile,
+                               float* scores) {
+  const int from = most(c, group.sight.first), to = least(stop, group.sight.last);
+  if (from >= to) return;
+  const float* const keys = tile + (from - c) * W;
+  with_columns(to - from, [&]<int C>() { score_tile<C>(group.queries, keys, wide, scores + from * kChunk); });
+}
+
+// Likewise the weighted values.
+OCTAVO_INLINE void add_group(const Group& group, int c, int stop, std::int64_t wide, const float* tile,
+                             const float* weights, float* sums) {
+  const int from = most(c, group.sight.first), to = least(stop, group.sight.last);
+  if (from >= to) return;
+  const bool fresh = from == group.sight.first;
+  const std::int64_t tokens = (to - from) * kChunk;
+  const float* const values = tile + (from - c) * kChunk * wide;
+  for (std::int64_t d = 0; d < wide; d += kTile)
+    with_columns((wide - d) / W, [&]<int C>() {
+      add_tile<C>(weights + from * kChunk, values + d, wide, tokens, fresh, sums + d);
+    });
+}
+
+// Up to kSegment rows and the keys of a partition.
+template <class T>
+void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t count, const Room& room) {
+  const std::int64_t wide = walk.wide;
+  Group groups[kSegment / kRows + 1];
+  std::int64_t num_groups = 0;
+  for (std::int64_t i = 0; i < count; i += kRows)
+    groups[num_groups++] = Group(rows + i, least<std::int64_t>(kRows, count - i), walk.partition);
+
+  for (int c = keys.first; c < keys.end; c += kColumns) {
+    const int stop = least(c + kColumns, keys.end);
+    widen_keys(keys, c, stop, wide, room.tile);
+    const Lines after = stop < keys.end ? key_lines<T>(keys, keys.key, stop, keys.end, wide)
+                                        : value_lines<T>(keys, keys.first, wide);
+    for (std::int64_t g = 0; g < num_groups; ++g) {
+      after.prefetch(g, num_groups);
+      score_group(groups[g], c, stop, wide, room.tile, room.scores + g * kRows * kPitch);
+    }
+  }
+
+  Goal goals[kSegment + kRows];
+  for (std::int64_t g = 0; g < num_groups; ++g) {
+    if (groups[g].sight.nothing()) continue;
+    PerRow<kRows> tops, sums, none;
+    weigh<T, kRows>(room.scores + g * kRows * kPitch, keys, groups[g].sight, walk.scoring, PerRow<kRows>::ones(), tops,
+                    sums, none);
+    const int rows_here = static_cast<int>(least<std::int64_t>(kRows, count - g * kRows));
+    settle<kRows>(walk, rows + g * kRows, rows_here, groups[g].sight, tops, sums, goals + g * kRows);
+  }
+
+  for (int c = keys.first; c < keys.end; c += kColumns) {
+    const int stop = least(c + kColumns, keys.end);
+    widen_values(keys, c, stop, wide, room.tile);
+    const Lines after = stop < keys.end ? value_lines<T>(keys, stop, wide)
+                                        : key_lines<T>(keys, keys.next, 0, kChunks, wide);
+    for (std::int64_t g = 0; g < num_groups; ++g) {
+      after.prefetch(g, num_groups);
+      add_group(groups[g], c, stop, wide, room.tile, room.scores + g * kRows * kPitch, room.sums + g * kRows * wide);
+    }
+  }
+  for (std::int64_t i = 0; i < count; ++i)
+    for (std::int64_t d = 0; goals[i].out != nullptr && d < walk.args->head_dim; d += W)
+      put(walk, goals[i], d, load(room.sums + i * wide + d));
+}
+
+// --- rows and a partition of bytes ----------------------------------------------------------------------------------
+// Sums of bytes' products are exact in integers, and below 2^24, so exact in float32 too: those of a partition's values
+// with one of the two bytes of their weights are at most 256 * 255 * 127.
+
+template <int R, int C>
+OCTAVO_INLINE void score_bytes(const Keys<Int8>& keys, int c, const std::uint8_t* const (&queries)[R],
+                               const std::int32_t (&offsets)[R], std::int64_t wide, float (&scores)[R][kPitch]) {
+  I sum[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) sum[r][i] = set1(offsets[r]);
+  for (std::int64_t k = 0; k < wide / Int8::step; ++k) {
+    I b[C];
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      __builtin_prefetch(keys.value[c + i] + k * W * Int8::step, 0, 2);
+      b[i] = load_as<I>(keys.key[c + i] + k * keys.key_stride);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const I four = set1(load_as<std::int32_t>(queries[r] + k * Int8::step));
+#pragma GCC unroll 8
+      for (int i = 0; i < C; ++i) sum[r][i] = dot_u8s8(sum[r][i], b[i], four);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < C; ++i) {
+    const F scale = load(keys.key_scale[c + i]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) store(scores[r] + (c + i) * kChunk, to_float(sum[r][i]) * scale);
+  }
+}
+
+constexpr std::int64_t kFour = 16;  // bytes that four tokens' rounded weights take: four low ones, four high ones, rest
+
+// The rows' weights, in place, as multiples of a 65535th of each row's largest.
+template <int R>
+OCTAVO_INLINE void round_weights(float (&weights)[R][kPitch], int first, int last, const PerRow<R>& largest) {
+  F inverse[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) inverse[r] = set1(largest.of[r] <= 1e-30f ? 0.0f : 65535.0f / largest.of[r]);
+  for (int c = first; c < last; ++c)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      float* const w = weights[r] + c * kChunk;
+      store_as(w, low_bytes_then_next(round_to_int(load(w) * inverse[r])));
+    }
+}
+
+template <int R, int C>
+OCTAVO_INLINE void add_value_bytes(const Walk& walk, const Keys<Int8>& keys, int first, int last,
+                                   const float (&weights)[R][kPitch], const PerRow<R>& largest, const Goal (&goals)[R],
+                                   std::int64_t d) {
+  I low[R][C] = {}, high[R][C] = {};
+  for (int c = first; c < last; ++c) {
+    const std::uint8_t* const values = keys.value[c] + d * Int8::step;
+    const std::uint8_t* const next = keys.next[c] + d / W * keys.key_stride;
+    for (std::int64_t k = 0; k < kChunk / Int8::step; ++k) {
+      I b[C];
+#pragma GCC unroll 8
+      for (int i = 0; i < C; ++i) {
+        __builtin_prefetch(next + (k * (walk.wide / W) + i) * keys.key_stride, 0, 2);
+        b[i] = load_as<I>(values + k * keys.value_stride + i * W * Int8::step);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const auto* const four = reinterpret_cast<const std::uint8_t*>(weights[r] + c * kChunk) + k * kFour;
+        const I lows = set1(load_as<std::int32_t>(four)), highs = set1(load_as<std::int32_t>(four + 4));
+#pragma GCC unroll 8
+        for (int i = 0; i < C; ++i) {
+          low[r][i] = dot_u8s8(low[r][i], lows, b[i]);
+          high[r][i] = dot_u8s8(high[r][i], highs, b[i]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    if (goals[r].out == nullptr) continue;
+    const F unit = set1(largest.of[r] * (1.0f / 65535.0f));
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i)
+      put(walk, goals[r], d + i * W, fma(to_float(high[r][i]), set1(256.0f), to_float(low[r][i])) * unit);
+  }
+}
+
+template <int R>
+void attend_bytes(const Walk& walk, const Keys<Int8>& keys, Row* rows) {
+  const Sight<R> sight(rows, R, walk.partition);
+  if (sight.nothing()) return;
+  const std::uint8_t* queries[R];
+  std::int32_t offsets[R];
+  PerRow<R> units, tops, sums, largest;
+  for (int r = 0; r < R; ++r) {
+    queries[r] = reinterpret_cast<const std::uint8_t*>(rows[r].query);
+    const ByteQuery query = load_as<ByteQuery>(queries[r] + walk.wide);
+    units.of[r] = query.scale;
+    offsets[r] = query.offset;
+  }
+
+  alignas(64) float scores[R][kPitch];  // and soon weights
+  for (int c = sight.first; c < sight.last; c += kColumns)
+    with_columns(sight.last - c, [&]<int C>() { score_bytes<R, C>(keys, c, queries, offsets, walk.wide, scores); });
+  Goal goals[R];
+  weigh<Int8, R>(scores[0], keys, sight, walk.scoring, units, tops, sums, largest);
+  settle<R>(walk, rows, R, sight, tops, sums, goals);
+  round_weights<R>(scores, sight.first, sight.last, largest);
+  constexpr int most_columns = R <= kRows / 2 ? kColumns : kColumns / 2;  // each in two sums
+  for (std::int64_t d = 0; d < walk.wide; d += most_columns * W)
+    with_columns<most_columns>((walk.wide - d) / W, [&]<int C>() {
+      add_value_bytes<R, C>(walk, keys, sight.first, sight.last, scores, largest, goals, d);
+    });
 }
 
 template <class T, int R>
@@ -493,15 +1000,13 @@ OCTAVO_INLINE void attend_up_to(const Walk& walk, const Keys<T>& keys, Row* rows
   if constexpr (R > 1) {
     if (n < R) return attend_up_to<T, R - 1>(walk, keys, rows, n);
   }
-  attend<T, R>(walk, keys, rows);
+  if constexpr (T::scaled)
+    attend_bytes<R>(walk, keys, rows);
+  else
+    attend<T, R>(walk, keys, rows);
 }
 
 // --- works ----------------------------------------------------------------------------------------------------------
-
-OCTAVO_INLINE void finish(float* out, float sum, std::int64_t dim) {
-  const F inverse = set1(1.0f / sum);
-  for (std::int64_t d = 0; d < dim; d += W) store_up_to(out + d, load_up_to(out + d, dim - d) * inverse, dim - d);
-}
 
 // Row i of a work: of its queries' heads that share a key/value head, one token's after another's.
 OCTAVO_INLINE Row row_of(const AttentionArgs& a, const Query* queries, std::int64_t head, std::int64_t i, bool whole) {
@@ -509,7 +1014,6 @@ OCTAVO_INLINE Row row_of(const AttentionArgs& a, const Query* queries, std::int6
   const Query& query = queries[i / group];
   const std::int64_t h = head * group + i % group;
   float* const out = whole ? a.out + query.token * a.out_stride + h * dim : a.plan->partials + h * (dim + 2);
-  if (whole) std::memset(out, 0, static_cast<std::size_t>(dim) * sizeof *out);
   return {a.plan->queries + (query.token * a.num_heads + h) * whole_vectors(dim), &query, out, kLowest, 0.0f};
 }
 
@@ -542,6 +1046,12 @@ void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::
     find(at, table, head, p, begin, end, tile, keys);
     look_ahead(at, a.plan->step, p + 1 < work.end_partition ? Place{work.sequence, head, p + 1} : next, keys);
     walk.partition = p;
+    if constexpr (!T::scaled) {
+      if (count >= kManyRows) {
+        attend_many<T>(walk, keys, rows, count, Room::in<T>(tile, walk.wide));
+        continue;
+      }
+    }
     for (std::int64_t i = 0; i < count; i += kRows)
       attend_up_to<T, kRows>(walk, keys, rows + i, least<std::int64_t>(kRows, count - i));
   }
@@ -557,7 +1067,6 @@ void do_work(const AttentionArgs& a, const Work& work, const Query* queries, std
     const std::int64_t n = least<std::int64_t>(kSegment, count - first);
     for (std::int64_t i = 0; i < n; ++i) rows[i] = row_of(a, queries, head, first + i, work.whole);
     walk_rows<T>(walk, work, head, rows, n, next, tile);
-    for (std::int64_t i = 0; work.whole && i < n; ++i) finish(rows[i].out, rows[i].sum, dim);
   }
 }
 
@@ -566,16 +1075,18 @@ OCTAVO_INLINE void merge_parts(const AttentionArgs& a, const Merge& m, std::int6
   const std::int64_t dim = a.head_dim, stride = a.num_heads * (dim + 2);
   const float* part = a.plan->partials + m.first_partial * stride + head * (dim + 2);
   float* out = a.out + m.token * a.out_stride + head * dim;
-  std::memset(out, 0, static_cast<std::size_t>(dim) * sizeof *out);
-  float highest = kLowest, sum = 0.0f;
+  F highest = set1(kLowest), sum = {};
   for (std::int64_t p = 0; p < m.num_partials; ++p, part += stride) {
-    const Fade fade = merge(highest, sum, part[dim], part[dim + 1]);
+    const Fades fades = merge(highest, sum, set1(part[dim]), set1(part[dim + 1]));
+    const F inverse = set1(1.0f / sum[0]);
     for (std::int64_t d = 0; d < dim; d += W) {
       const std::int64_t n = dim - d;
-      store_up_to(out + d, merge(load_up_to(out + d, n), load_up_to(part + d, n), fade), n);
+      const F old = p == 0 ? F{} : load_up_to(out + d, n);
+      F x = join(old, load_up_to(part + d, n), fades.old, fades.fresh);
+      if (p + 1 == m.num_partials) x *= inverse;
+      store_up_to(out + d, x, n);
     }
   }
-  finish(out, sum, dim);
 }
 
 // The planner was told of every layer's window, so it is there.
@@ -610,13 +1121,14 @@ void run(const AttentionArgs& a, Team& team, int thread) {
 
 }  // namespace attend
 
-// Rotates q and k, writes k and v to the step's slots, and attends causally over each sequence's blocks. The planner must
-// know the layer's heads and window; `scale` is above 0; `out` may be `q`.
+// Rotates q and k, writes k and v to the step's slots, and attends causally over each sequence's blocks. The planner
+// must know the layer's heads and window; `scale` is above 0; `out` may be `q`.
 inline void attention(const AttentionArgs& a, Team& team, int thread) {
   switch (a.cache.type) {
     case KvType::bf16: return attend::run<attend::Bf16>(a, team, thread);
     case KvType::f16: return attend::run<attend::F16>(a, team, thread);
     case KvType::f32: return attend::run<attend::F32>(a, team, thread);
+    case KvType::int8: return attend::run<attend::Int8>(a, team, thread);
   }
 }
 

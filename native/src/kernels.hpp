@@ -84,9 +84,14 @@ struct MapArgs {
   Forms out;
 };
 
-enum class KvType : int { bf16, f16, f32 };
+enum class KvType : int { bf16, f16, f32, int8 };
 
-// A block is [num_layers, 2, num_kv_heads, block_size * head_dim elements]; attention.hpp orders the last.
+// Bytes of a token's key or value of one head, an int8's scale included.
+constexpr std::int64_t head_bytes(KvType type, std::int64_t head_dim) {
+  return type == KvType::int8 ? head_dim + 4 : type == KvType::f32 ? 4 * head_dim : 2 * head_dim;
+}
+
+// A block is [num_layers, 2, num_kv_heads, block_size * head_bytes]; attention.hpp orders the last.
 struct CacheView {
   void* data;
   KvType type;

@@ -46,7 +46,8 @@ T named(const std::map<std::string, T>& names, const std::string& name) {
   return found->second;
 }
 
-const std::map<std::string, KvType> kKvTypes = {{"bf16", KvType::bf16}, {"f16", KvType::f16}, {"f32", KvType::f32}};
+const std::map<std::string, KvType> kKvTypes = {
+    {"bf16", KvType::bf16}, {"f16", KvType::f16}, {"f32", KvType::f32}, {"int8", KvType::int8}};
 const std::map<std::string, Rows> kRows = {{"tokens", Rows::tokens}, {"logits", Rows::logits}};
 const std::map<std::string, Source> kSources = {
     {"token_ids", Source::token_ids}, {"positions", Source::positions}, {"logit_rows", Source::logit_rows}};
@@ -101,8 +102,7 @@ class Cache {
     if (num_layers < 1 || num_kv_heads < 1 || block_size < 1 || head_dim < 1) {
       throw std::invalid_argument("A block has at least one layer, head, token and dimension.");
     }
-    const std::int64_t element = named(kKvTypes, type) == KvType::f32 ? 4 : 2;
-    return element * 2 * num_layers * num_kv_heads * block_size * head_dim;
+    return head_bytes(named(kKvTypes, type), head_dim) * 2 * num_layers * num_kv_heads * block_size;
   }
 
   const CacheView& view() const { return view_; }

@@ -64,7 +64,9 @@ void AttentionPlanner::add_layer(int num_heads, int num_kv_heads, int head_dim, 
   num_kv_heads_ = num_kv_heads_ == 0 ? num_kv_heads : std::min(num_kv_heads_, num_kv_heads);
   query_elements_ = std::max<std::int64_t>(query_elements_, num_heads * padded);
   partial_elements_ = std::max<std::int64_t>(partial_elements_, num_heads * std::int64_t{head_dim + 2});
-  tile_bytes_ = std::max<std::int64_t>(tile_bytes_, 2 * kPartition * padded * 4);
+  // Keys and values gathered; a tile of 64, sums and scores: attention.hpp, Room.
+  const std::int64_t floats = (2 * kPartition + 64 + kSegment) * padded + kSegment * (kPartition + 16);
+  tile_bytes_ = std::max<std::int64_t>(tile_bytes_, floats * 4);
   for (const Windowed& known : windowed_)
     if (known.window == window) return;
   windowed_.push_back(Windowed{window, {}, {}, {}, 0});

@@ -14,6 +14,7 @@
 namespace octavo {
 
 constexpr int kPartition = 256;   // tokens of a context whose attention is one sum
+constexpr int kSegment = 128;     // query rows (tokens * heads) that walk through a context together, at most
 constexpr int kMaxHeadDim = 512;  // what a layer's head may have
 
 // What one forward pass computes: T tokens of S sequences, as StepInput in octavo/ops/interface.py.
@@ -74,7 +75,7 @@ struct AttentionPlan {
   const Rotation* rotations;
   float* queries;         // [T, H, D padded to whole vectors] rotated
   float* partials;        // [partials, H, D + 2]
-  std::uint8_t* tiles;    // [threads, tile_bytes] room for a partition's keys and values
+  std::uint8_t* tiles;    // [threads, tile_bytes] room for a partition's keys and values, and what many rows need
   std::int64_t tile_bytes;
 };
 

@@ -98,6 +98,33 @@ OCTAVO_INLINE void store_some(float* p, F v, std::int64_t n) {
 #endif
 }
 
+// Lowest byte of each lane.
+OCTAVO_INLINE void store_bytes(std::uint8_t* p, I v) {
+#if defined(__AVX512F__)
+  store_as(p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  for (int i = 0; i < W; ++i) p[i] = (std::uint8_t)v[i];
+#endif
+}
+// Of every four lanes: their lowest bytes in the first, their second bytes in the second, zeros in the others.
+OCTAVO_INLINE I low_bytes_then_next(I v) {
+#if defined(__AVX512BW__) || defined(__AVX2__)
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+#endif
+#if defined(__AVX512BW__)
+  return (I)_mm512_shuffle_epi8((__m512i)v, _mm512_broadcast_i32x4(order));
+#elif defined(__AVX2__)
+  return (I)_mm256_shuffle_epi8((__m256i)v, _mm256_broadcastsi128_si256(order));
+#else
+  I out = {};
+  for (int i = 0; i < 4; ++i) {
+    out[0] |= (v[i] & 0xff) << (8 * i);
+    out[1] |= ((v[i] >> 8) & 0xff) << (8 * i);
+  }
+  return out;
+#endif
+}
+
 // --- conversions ----------------------------------------------------------------------------------------------------
 
 OCTAVO_INLINE F as_float(I v) { return (F)v; }
@@ -191,6 +218,25 @@ OCTAVO_INLINE float reduce_max(F v) {
   for (int n = W / 2; n; n /= 2)
     for (int i = 0; i < n; ++i) lane[i] = most(lane[i], lane[i + n]);
   return lane[0];
+#endif
+}
+
+OCTAVO_INLINE std::int32_t reduce_add(I v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  std::int32_t sum = v[0];
+  for (int i = 1; i < W; ++i) sum += v[i];
+  return sum;
+#endif
+}
+OCTAVO_INLINE std::int32_t reduce_max(I v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  std::int32_t top = v[0];
+  for (int i = 1; i < W; ++i) top = most(top, v[i]);
+  return top;
 #endif
 }
 

@@ -42,6 +42,21 @@ inline float round_to(KvType type, float x) {
   return out[0];
 }
 
+// A row as a cache holds it. As bytes: multiples of a 127th of the largest.
+inline std::vector<double> round_to(KvType type, const std::vector<float>& row) {
+  float largest = 0.0f;
+  for (const float x : row) largest = std::max(largest, std::abs(x));
+  const float inverse = 127.0f / largest, scale = largest / 127.0f;
+  std::vector<double> rounded;
+  for (const float x : row) {
+    if (type == KvType::int8)
+      rounded.push_back(static_cast<double>(std::nearbyint(x * inverse)) * static_cast<double>(scale));
+    else
+      rounded.push_back(static_cast<double>(round_to(type, x)));
+  }
+  return rounded;
+}
+
 // Sequences of random queries, keys and values. The first `shared` tokens of all are those of sequence 0.
 class Case {
  public:
@@ -87,7 +102,8 @@ class Case {
     const int begin = shape_.window > 0 ? std::max<int>(0, token + 1 - static_cast<int>(shape_.window)) : 0;
     *largest = 0;
     for (int h = 0; h < heads; ++h) {
-      const auto q = turn(&q_[at(sequence)][at(token * query_width() + h * dim)], token, KvType::f32);
+      const auto q = turn(&q_[at(sequence)][at(token * query_width() + h * dim)], token,
+                          shape_.type == KvType::int8 ? KvType::int8 : KvType::f32);
       std::vector<double> scores;
       for (int t = begin; t <= token; ++t) {
         const auto k = turn(&k_[at(sequence)][at(t * key_width() + h / shape_.group * dim)], t, shape_.type);
@@ -101,10 +117,11 @@ class Case {
       double total = 0;
       for (double& score : scores) total += score = std::exp(score - top);
       for (int t = begin; t <= token; ++t) {
+        const float* const value = &v_[at(sequence)][at(t * key_width() + h / shape_.group * dim)];
+        const std::vector<double> v = round_to(shape_.type, std::vector<float>(value, value + dim));
         for (int i = 0; i < dim; ++i) {
-          const double v = round_to(shape_.type, v_[at(sequence)][at(t * key_width() + h / shape_.group * dim + i)]);
-          out[at(h * dim + i)] += scores[at(t - begin)] / total * v;
-          *largest = std::max(*largest, std::abs(v));
+          out[at(h * dim + i)] += scores[at(t - begin)] / total * v[at(i)];
+          *largest = std::max(*largest, std::abs(v[at(i)]));
         }
       }
     }
@@ -120,7 +137,7 @@ class Case {
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)); }
 
   std::vector<double> turn(const float* x, int position, KvType type) const {
-    std::vector<double> y(x, x + shape_.head_dim);
+    std::vector<float> y(x, x + shape_.head_dim);
     const int half = shape_.rotated / 2;
     for (int i = 0; i < half; ++i) {  // in float, like the reference: what is rounded next must be the same number
       const float angle = static_cast<float>(position) * inv_freq_[at(i)];
@@ -128,8 +145,7 @@ class Case {
       y[at(i)] = x[i] * c - x[i + half] * s;
       y[at(i + half)] = x[i + half] * c + x[i] * s;
     }
-    for (double& value : y) value = type == KvType::f32 ? value : round_to(type, static_cast<float>(value));
-    return y;
+    return round_to(type, y);
   }
 
   void make_cache(bool fork) {
@@ -148,8 +164,8 @@ class Case {
         if (!same) ids.pop_back();
       }
     }
-    const std::size_t element = shape_.type == KvType::f32 ? 4 : 2;
-    cache_.assign(at(blocks * 2 * kLayers) * at(key_width() * size) * element, 0xff);
+    const std::int64_t of_head = head_bytes(shape_.type, shape_.head_dim);
+    cache_.assign(at(blocks * 2 * kLayers * shape_.num_kv_heads * size) * static_cast<std::size_t>(of_head), 0xff);
     num_blocks_ = blocks;
   }
 

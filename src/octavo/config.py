@@ -13,7 +13,7 @@ MAX_NUM_SEQS = 65_536
 MAX_THREADS = 1024
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Backend = Literal["auto", "native", "reference"]
-KvDtype = Literal["auto", "bf16", "f16", "f32"]
+KvDtype = Literal["auto", "bf16", "f16", "f32", "int8"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "preemption": get_args(PreemptionMode),

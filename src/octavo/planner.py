@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from octavo.config import BLOCK_SIZES
 from octavo.errors import ConfigError
 
-ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "int8": 1}
+SCALE_BYTES = {"int8": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     element_bytes: int
+    scale_bytes: int = 0  # beside each key and each value of a head
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "element_bytes"):
@@ -31,11 +33,14 @@ class KVShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token: a key and a value in every layer."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.element_bytes + self.scale_bytes)
 
     def formula(self, block_size: int) -> str:
         """The bytes of a block, written out: block size x 2 x layers x heads x head size x bytes an element."""
-        factors = (block_size, 2, self.num_layers, self.num_kv_heads, self.head_dim, self.element_bytes)
+        head: tuple[object, ...] = (self.head_dim, self.element_bytes)
+        if self.scale_bytes:
+            head = (f"({self.head_dim} × {self.element_bytes} + {self.scale_bytes})",)
+        factors = (block_size, 2, self.num_layers, self.num_kv_heads, *head)
         return f"{' × '.join(map(str, factors))} = {block_size * self.token_bytes:,} bytes"
 
 

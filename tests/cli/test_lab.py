@@ -18,6 +18,15 @@ drawing = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sharing saves is computed for two widths, not for nine."""
+    monkeypatch.setattr("octavo.lab.study.SAMPLES", (2,))
+    monkeypatch.setattr("octavo.lab.study.BEAMS", (2,))
+    monkeypatch.setattr("octavo.lab.sweeps.BLOCK_SIZES", (16, 64))
+    monkeypatch.setattr("octavo.lab.sweeps.REQUESTS", 4)
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[str, ...]:
     """A simulation of few requests into a folder of the test."""

@@ -53,7 +53,7 @@ class TestPlan:
             ("64MiB", "64 MiB does not hold one request of 4,096 tokens in blocks of 16."),
             ("1MiB", "1 MiB does not hold one block of 16 tokens (16 MiB)."),
         ):
-            ran = octavo("plan", llama, "--memory", memory, "--typical", "4000")
+            ran = octavo("plan", llama, "--memory", memory, "--typical", "4000", "--dtype", "f32")
             assert ran.code == 0
             assert words in ran.out
             assert ran.out.count("—") == 3
@@ -62,7 +62,6 @@ class TestPlan:
     def test_what_this_model_or_backend_would_not_run(self, octavo: Octavo, llama: str) -> None:
         ran = octavo("plan", llama, "--memory", "24GiB", "--dtype", "f16")
         assert "A context of 4,096 tokens is beyond the 2,048 that the model was made for." in ran.out
-        assert "f16 is for planning" in ran.out
         assert not [line for line in ran.out.splitlines() if line.endswith(" ")]
         made = json.loads(octavo("plan", llama, "--memory", "24GiB", "--context", "2048", "--json").out)
         assert made["notes"] == []
@@ -188,7 +187,7 @@ class TestPlanFromATrace:
             (["--gpu", "abacus"], "a100-40g"),
             (["--gpu", "cpu"], "smollm2 only"),
             (["--typical", "5"], "A trace tells how long"),
-            (["--memory", "1MiB"], "at least one block of 16 tokens (16 MiB)"),
+            (["--memory", "1MiB"], "at least one block of 16 tokens (8 MiB)"),
             (["--context", "10"], "All 10 requests of ten are longer than 10 tokens"),
             (["--requests", "0"], "'--requests': "),
         ],

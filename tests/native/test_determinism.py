@@ -61,7 +61,7 @@ def test_every_way_to_run_gives_the_same_bits(settings: Any, make: Any, alone: l
     assert (preempted > 0) == ("num_blocks" in settings)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32", "int8"])
 def test_so_do_other_types_of_keys_and_values(kv_dtype: str, make: Any) -> None:
     llm = make(kv_dtype=kv_dtype, prefix_caching=False, threads=1)
     each = [bits(llm.generate([prompt], params))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]

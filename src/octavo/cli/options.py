@@ -93,7 +93,7 @@ class EngineOptions:
     ] = None
     kv_dtype: Annotated[
         str | None,
-        _engine("kv_dtype", "Keys and values are kept as bf16, f16, f32 or auto: bf16, by the reference f32."),
+        _engine("kv_dtype", "Keys and values are kept as bf16, f16, f32, int8 or auto: bf16, by the reference f32."),
     ] = None
     deterministic: Annotated[
         bool | None,

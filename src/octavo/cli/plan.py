@@ -14,7 +14,7 @@ from octavo.cli.options import with_default
 from octavo.cli.plan_trace import Asked, plan_trace
 from octavo.config import BLOCK_SIZES, parse_bytes
 from octavo.errors import RequestError
-from octavo.planner import ELEMENT_BYTES, KVShape, Plan
+from octavo.planner import ELEMENT_BYTES, SCALE_BYTES, KVShape, Plan
 from octavo.planner import plan as make_plan
 
 Name = Annotated[
@@ -45,8 +45,7 @@ Dtype = Annotated[
     str,
     typer.Option(
         "--dtype",
-        help=f"What keys and values are stored in: {', '.join(ELEMENT_BYTES)}. "
-        "Only f32 is what the reference backend stores; the others are for planning.",
+        help=f"What keys and values are kept as, --kv-dtype elsewhere: {', '.join(ELEMENT_BYTES)}.",
     ),
 ]
 AvgPrompt = Annotated[int | None, typer.Option("--avg-prompt", min=1, help="Tokens of an average prompt.")]
@@ -91,7 +90,7 @@ def plan(
     memory: Memory = None,
     context: Context = None,
     block_size: BlockSize = 16,
-    dtype: Dtype = "f32",
+    dtype: Dtype = "bf16",
     avg_prompt: AvgPrompt = None,
     avg_output: AvgOutput = None,
     typical: Typical = None,
@@ -133,7 +132,7 @@ def plan(
     if trace is not None and typical is not None:
         raise RequestError("A trace tells how long its requests are; give --trace, or the average lengths.")
     config = _config(model)
-    shape = _shape(config, ELEMENT_BYTES[dtype])
+    shape = _shape(config, dtype)
     if trace is not None:
         plan_trace(
             Asked(
@@ -157,7 +156,7 @@ def plan(
         return
     assert memory is not None
     made = make_plan(shape, memory=parse_bytes(memory), context=context or 4096, typical=typical, block_size=block_size)
-    notes = _notes(dtype, made, config["max_position_embeddings"])
+    notes = _notes(made, config["max_position_embeddings"])
     if as_json:
         derived = {"notes": notes, "tokens": made.tokens, "token_bytes": made.token_bytes, "gain": made.gain}
         print(json.dumps({"model": model, "dtype": dtype, **asdict(shape), **asdict(made), **derived}))
@@ -165,12 +164,13 @@ def plan(
         _show(model, dtype, shape, made, notes)
 
 
-def _shape(config: dict[str, Any], element_bytes: int) -> KVShape:
+def _shape(config: dict[str, Any], dtype: str) -> KVShape:
     return KVShape(
         num_layers=config["num_hidden_layers"],
         num_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
-        element_bytes=element_bytes,
+        element_bytes=ELEMENT_BYTES[dtype],
+        scale_bytes=SCALE_BYTES.get(dtype, 0),
     )
 
 
@@ -199,8 +199,8 @@ def _config_from_hub(model: str) -> Path | None:
         return None
 
 
-def _notes(dtype: str, made: Plan, limit: int) -> list[str]:
-    """What the figures do not say: that nothing fits, or that this model or backend would not run so."""
+def _notes(made: Plan, limit: int) -> list[str]:
+    """What the figures do not say: that nothing fits, or that this model would not run so."""
     from octavo.cli.memory import size
 
     memory, notes = size(made.memory), []
@@ -210,8 +210,6 @@ def _notes(dtype: str, made: Plan, limit: int) -> list[str]:
         notes.append(f"{memory} does not hold one request of {made.context:,} tokens in blocks of {made.block_size}.")
     if made.context > limit:
         notes.append(f"A context of {made.context:,} tokens is beyond the {limit:,} that the model was made for.")
-    if dtype != "f32":
-        notes.append(f"{dtype} is for planning; the reference backend stores keys and values in f32.")
     return notes
 
 
