@@ -73,8 +73,8 @@ class TestSimulate:
             (("--gpu", "nothing"), "There are no figures for a GPU 'nothing'; there are"),
             (("--model", "nothing"), "There are no figures for a model 'nothing'; there are"),
             (("--rates", "1,fast"), "--rates is '1,fast'; it must be numbers"),
-            (("--rates", "0"), "each above 0"),
-            (("--rates", "nan"), "each above 0"),
+            (("--rates", "0"), "each above 0 and finite"),
+            (("--rates", "nan"), "each above 0 and finite"),
             (("--model", "llama-3.1-70b"), "More GPUs"),
         ],
     )
@@ -131,7 +131,7 @@ class TestRun:
         few = ("--requests", "3", "--model", str(smollm2_path), "--out", str(tmp_path / "lab"))
         ran = octavo("lab", "run", *few, *flags)
         assert ran.code == 0, ran.err
-        result = load(tmp_path / "lab" / "code-executed.json")
+        result = load(tmp_path / "lab" / "poisson-executed.json")
         assert [run.strategy for run in result.runs] == ["max", "paged"]
         assert result.machine["cores"] >= 1
         assert result.machine["memory"] > 2**28

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _OUT = Path("octavo-lab")
 _REQUESTS = 100  # simulated: enough to fill the memory of one GPU many times
 _SCENARIOS = ("poisson", "shared-prompt", "samples")  # which tell the story in a minute
-_RUN_REQUESTS = 24
+_RUN_REQUESTS = 12  # all strategies then take minutes, not an hour
 
 Trace = Annotated[
     list[Path] | None,

@@ -36,8 +36,8 @@ class Plan:
     sweeps: bool = True  # also utilisation against block size, and what sharing saves against n and beam width
 
     def __post_init__(self) -> None:
-        if not self.rates or min(self.rates) <= 0:
-            raise RequestError(f"The rates are {self.rates}; there must be some, each above 0.")
+        if not self.rates or not all(0 < rate < float("inf") for rate in self.rates):
+            raise RequestError(f"The rates are {self.rates}; there must be some, each above 0 and finite.")
         for name in self.strategies:
             if name not in strategies.ALL:
                 raise RequestError(f"There is no strategy {name!r}; there are {', '.join(strategies.ALL)}.")
