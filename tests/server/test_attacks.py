@@ -8,18 +8,18 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from octavo.engine.request import Request
 from octavo.loading.tokenizer import Tokenizer
 from octavo.server import connection
-from octavo.server.schemas import ChatRequest
+from octavo.server.schemas import ChatRequest, CompletionRequest
 from octavo.server.service import Admission
 from tests.server.test_faults import ENDLESS, SHORT, slow_steps, wait_until
 from tests.server.toys import SPELLED, ToyServer, events, toy_server, toy_tokenizer
@@ -123,11 +123,13 @@ def many(item: str, count: int = 400_000) -> bytes:
     ],
     ids=["lists", "booleans", "ids", "stops", "biases", "strangers"],
 )
-def test_a_body_of_a_million_errors_stops_nobody_for_long(toy: ToyServer, field: bytes) -> None:
-    begin = time.process_time()
-    response = post(toy, "/v1/completions", b'{"model":"toy",' + field + b"}")
-    assert response.status_code == 400, response.text
-    assert time.process_time() - begin < 1.5  # of which this client and the test's own bytes are a part
+def test_a_body_of_a_million_errors_is_looked_at_up_to_the_first_few(toy: ToyServer, field: bytes) -> None:
+    """Each error that pydantic gathers takes time in which nobody else is served."""
+    body = b'{"model":"toy",' + field + b"}"
+    assert post(toy, "/v1/completions", body).status_code == 400
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate(json.loads(body))
+    assert caught.value.error_count() < 20
 
 
 def test_control_tokens_in_tools_and_template_variables_stay_text() -> None:

@@ -121,9 +121,7 @@ def resident_mib() -> float:
 def test_a_client_that_does_not_read_is_not_waited_for_by_others(toy: ToyServer) -> None:
     with socket.create_connection(("127.0.0.1", toy.server.port)) as sleeper:
         sleeper.sendall(raw_post(ENDLESS | {"n": 20, "logprobs": 5}))
-        begin = time.monotonic()
-        assert toy.post("/v1/completions", SHORT).status_code == 200
-        assert time.monotonic() - begin < 5
+        assert toy.post("/v1/completions", SHORT).status_code == 200  # the sleeper never reads
     wait_until(lambda: toy.held_blocks() == 0)
 
 
@@ -180,10 +178,12 @@ def test_a_body_too_large_is_refused_unread(chunked: bool) -> None:
 
 
 def test_a_prompt_of_a_million_characters_is_refused_at_once(toy: ToyServer) -> None:
-    begin = time.monotonic()
-    response = toy.post("/v1/completions", SHORT | {"prompt": "a" * 1_000_000})
+    tokenizer = toy.llm.tokenizer
+    assert tokenizer is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "encoder", lambda *_, **__: pytest.fail("it was tokenized"))
+        response = toy.post("/v1/completions", SHORT | {"prompt": "a" * 1_000_000})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert time.monotonic() - begin < 1
 
 
 # --- faults within ----------------------------------------------------------------------------------------------------
@@ -387,10 +387,8 @@ def test_a_second_signal_ends_at_once_and_tells_the_clients() -> None:
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None
-    begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    process.wait(10)
-    assert time.monotonic() - begin < 5
+    process.wait(15)  # a quarter of the time it would have to drain
     thread.join()
     assert json.loads(texts[0].split("\n\n")[-3][6:])["error"]["code"] == "aborted"
 
