@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import RequestError
-from octavo.lab import claims, figures, report
+from octavo.lab import claims, figures, report, study
 from octavo.lab.results import Percentiles, Result, load, save
 
 from .synthetic import POOL, synthetic
@@ -105,10 +106,18 @@ class TestPage:
         assert "37" in page.words  # failures though enough was free, of the oracle
         assert "rejected" not in page.words  # nobody was: a column of zeros says nothing
 
-    def test_every_claim_is_in_the_table_with_its_source(self, page: Page, results: list[Result]) -> None:
-        for row in claims.rows(results):
-            for words in (row.claim, row.here, row.where, row.published, row.source, row.verdict, row.why):
+    def test_every_claim_is_on_the_page_and_those_measured_with_their_source(
+        self, page: Page, results: list[Result]
+    ) -> None:
+        rows = claims.rows(results)
+        assert {"not measured", "as published", "no verdict"} <= {row.verdict for row in rows}
+        for row in rows:
+            assert row.claim in page.words
+            for words in (row.here, row.where, row.why, *([row.source, row.verdict] if row.here else [])):
                 assert words in page.words
+        assert claims.RULE in page.words
+        assert "octavo lab simulate --strategy own --strategy paged" in page.words  # what nobody ran
+        assert page.ids.index("claims") > page.ids.index("result-2-in-flight")  # after the pictures
 
     def test_what_was_run_is_said(self, page: Page, results: list[Result]) -> None:
         for words in ("commit 0123abcd", "seed 0", f"{POOL:,} token slots", "RTX 4090", "9.77 GiB", "Xeon", "roofline"):
@@ -164,6 +173,29 @@ class TestFigures:
         rectangles = figures._wrapped(8, 25, 10)
         assert [(r[0], r[2][0]) for r in rectangles] == [((8, 0), 10), ((0, 1), 10), ((0, 2), 5)]
 
+    def test_sharing_is_drawn_only_beside_paging(self) -> None:
+        result = synthetic()
+        result.runs = [run for run in result.runs if run.strategy != "paged"]
+        assert not {"block-size", "savings"} & {figure.name for figure in figures.all_figures(result)}
+
+    def test_no_cache_has_no_map_and_is_left_out_where_it_would_squash_the_rest(self) -> None:
+        result = synthetic()
+        for run in result.runs:
+            if run.strategy == "none":
+                run.summary.ttft = Percentiles(p50=900.0, p90=1000.0, p99=1100.0)
+        made = {figure.name: figure for figure in figures.all_figures(result)}
+        assert "no cache" not in " ".join(panel.title for panel in made["maps"].panels)
+        assert "No cache has no map" in made["maps"].caption
+        assert "No cache is left out" in made["latency"].caption
+        assert "none: no cache" not in [words for _, words in made["latency"].key]
+        assert "none: no cache" in [words for _, words in made["throughput"].key]
+
+    @pytest.mark.parametrize("heights", [[0.5] * 8, [0.0, 0.1, 0.98, 0.99, 1.0], [0.2], []])
+    def test_names_of_lines_are_apart_and_within_the_axes(self, heights: list[float]) -> None:
+        placed = figures._spread(heights, 0.1)
+        assert all(after - before > 0.0999 for before, after in itertools.pairwise(placed))
+        assert all(-0.0001 <= height <= 1 for height in placed)
+
     def test_colours_are_the_memory_pages(self) -> None:
         assert figures.palette("light")["active"] == "#136f7f"
         assert figures.palette("dark")["active"] == "#3db3c4"
@@ -192,23 +224,76 @@ class TestFigures:
             figures.require_matplotlib()
 
 
+def _row(result: Result, claim: str) -> claims.Row:
+    return next(row for row in claims.rows([result]) if row.claim.startswith(claim))
+
+
+def _fill(result: Result, strategy: str, *, stored: float, internal: float, external: float = 0.0) -> None:
+    for run in result.runs:
+        if run.strategy == strategy:
+            run.summary = replace(
+                run.summary, utilisation=stored / (stored + internal), stored=stored, internal=internal, reserved=0.0,
+                external=external,
+            )  # fmt: skip
+
+
 class TestClaims:
     @pytest.mark.parametrize(
-        ("utilisation", "verdict"), [(0.963, "as published"), (0.93, "less"), (0.99, "more"), (0.9535, "as published")]
+        ("used", "verdict"),
+        [(0.963, "as published"), (0.9634, "as published"), (0.98, "near"), (0.87, "near"), (0.86, "less")],
     )
-    def test_a_verdict_follows_the_figure_and_says_why_if_it_is_another(self, utilisation: float, verdict: str) -> None:
+    def test_a_verdict_follows_the_rule_that_the_page_states(self, used: float, verdict: str) -> None:
         result = synthetic()
-        for run in result.runs:
-            if run.strategy == "paged":
-                run.summary.utilisation = utilisation
-        row = next(row for row in claims.rows([result]) if row.claim == "Utilisation, paged")
-        assert (row.verdict, row.here) == (verdict, f"{100 * utilisation:.1f} %")
-        assert bool(row.why) == (verdict != "as published")
+        _fill(result, "paged", stored=used, internal=1 - used)
+        row = _row(result, "Utilisation, paged")
+        assert (row.verdict, row.here) == (verdict, f"{100 * used:.1f} %")
+
+    def test_utilisation_is_compared_with_external_waste_and_both_are_shown(self) -> None:
+        result = synthetic()
+        _fill(result, "oracle", stored=0.38, internal=0.12, external=0.5)
+        row = _row(result, "Utilisation, exactly the right length")
+        assert (row.here, row.verdict) == ("38.0 % with external waste (76.0 % of what is held)", "near")
+        assert report._FIRST[1][1](next(run for run in result.runs if run.strategy == "oracle")) == "76.0 %"
 
     def test_a_range_that_reaches_beyond_the_published_one_is_partly_so(self) -> None:
-        row = next(row for row in claims.rows([synthetic()]) if row.claim.endswith("n = 2 to 6, short requests"))
+        row = _row(synthetic(), "Memory that parallel samples save by sharing, n = 2 to 6, short")
         assert (row.here, row.verdict) == ("8.0–15.0 %", "partly")
-        assert row.why
+        assert row.where == "a made-up work with Alpaca-like lengths, simulated"
+
+    def test_no_strategy_stands_in_for_one_that_was_not_run(self) -> None:
+        row = _row(synthetic(), "Tokens a second at most, paged against what a server without an oracle")
+        assert (row.verdict, row.here, row.needs) == ("not measured", "", ("paged", "own"))
+
+    @pytest.mark.parametrize("claim", ["Tokens a second at most, paged against the longest", "Requests in flight"])
+    def test_sides_that_answered_other_requests_get_no_verdict(self, claim: str) -> None:
+        result = synthetic()
+        for run in result.runs:
+            if run.strategy == "max":
+                run.summary.finished, run.summary.rejected = 297, 3
+        row = _row(result, claim)
+        assert row.verdict == "no verdict"
+        assert "rejected 3 of 300" in row.why
+
+    @pytest.mark.parametrize(
+        ("last", "verdict", "why"), [(104.0, "as published", ""), (106.0, "no verdict", "still rising")]
+    )
+    def test_throughput_is_judged_where_its_curve_is_flat(self, last: float, verdict: str, why: str) -> None:
+        result = synthetic(rates=(1.0, 2.0))
+        for run in result.runs:
+            times = 3 if run.strategy == "paged" else 1
+            run.summary.throughput = times * (100.0 if run.rate == 1 else last)
+        row = _row(result, "Tokens a second at most, paged against the longest")
+        assert row.verdict == verdict
+        assert why in row.why
+        one = _row(replace(result, runs=[run for run in result.runs if run.rate == 2]), "Tokens a second at most")
+        assert one.verdict == "no verdict"
+
+    def test_without_waiting_memory_decided_nothing(self) -> None:
+        result = synthetic()
+        for run in result.runs:
+            run.series.waiting = [0] * len(run.series.time)
+        row = _row(result, "Requests in flight, paged against the longest")
+        assert (row.verdict, "no request ever waited" in row.why) == ("no verdict", True)
 
     def test_ratios_are_taken_at_the_highest_load(self) -> None:
         result = synthetic()
@@ -225,6 +310,25 @@ class TestClaims:
     def test_every_claim_names_its_source(self) -> None:
         for row in claims.rows([synthetic()]):
             assert re.search(r"§|fig\.|abstract", row.source)
+
+
+def test_a_rejection_stands_beside_the_name(tmp_path: Path) -> None:
+    result = synthetic(rates=(1.0,))
+    next(run for run in result.runs if run.strategy == "max").summary.rejected = 3
+    words = Page(report.write([result], tmp_path / "report.html")[0].read_text(encoding="utf-8")).words
+    assert "contiguous, the longest reserved 3 of 303 " in words
+    assert "Rejected: requests that could never fit" in words
+
+
+def test_the_map_shows_the_moment_nearest_to_what_is_held_while_requests_wait() -> None:
+    run = synthetic(rates=(1.0,)).runs[-1]
+    run.series.time, run.series.waiting = [1.0, 2.0, 3.0, 4.0], [0, 5, 5, 5]
+    run.series.stored, run.series.internal, run.series.reserved = [48, 20, 50, 80], [0] * 4, [0] * 4
+    assert study.typical_moment([run]) == 3.0  # the mean while any wait is 50
+    run.series.waiting = [0, 0, 0, 0]
+    run.series.in_flight = [1, 0, 0, 0]
+    assert study.typical_moment([run]) == 1.0
+    assert study.typical_moment([]) is None
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:

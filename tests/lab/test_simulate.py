@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.engine.request import Request
 from octavo.engine.scheduler import StepPlan
 from octavo.lab import strategies, traces
 from octavo.lab.memory import Account
@@ -212,3 +214,53 @@ def test_answers_that_outgrow_the_pool_are_rejected() -> None:
             work, name, pool_slots=64, longest=128, settings={"chunk": 16} if name == "chunks" else {}
         ).summary
         assert (summary.finished, summary.rejected) == (1, 1), name
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "first", "last"),
+    [  # pairs of one request that ends with 29 slots written, and one that ends with 7
+        ("max", {}, (25, 35 + 57, 9 + 2), (29, 35, 0)),
+        ("own", {}, (25, 35 + 25, 9 + 2), (29, 35, 0)),
+        ("oracle", {}, (25, 3 + 9, 9 + 2), (29, 3, 0)),
+        ("doubling", {}, (25, 3 + 9, 9 + 2), (29, 3, 0)),
+        ("chunks", {"chunk": 32}, (25, 3 + 25, 9 + 2), (29, 3, 0)),
+        ("paged", {}, (25, 3 + 9, 9 + 2), (29, 3, 0)),
+    ],
+)
+def test_two_requests_by_hand(
+    name: str, settings: dict[str, Any], first: tuple[int, int, int], last: tuple[int, int, int]
+) -> None:
+    work = Work("two", "by hand", (Arrival(0.0, ((0, 20),), 10, 40), Arrival(0.0, ((1, 5),), 3, 16)))
+    series = run(work, name, pool_slots=256, longest=64, settings=settings).series
+    moments = list(zip(series.stored, series.internal, series.reserved, strict=True))
+    assert (moments[0], moments[-1]) == (first, last)
+    assert [sum(moment) + free for moment, free in zip(moments, series.free, strict=True)] == [256] * len(moments)
+    assert not any(series.external)
+
+
+def test_a_hole_on_either_side_by_hand() -> None:
+    """32 slots are free, 16 before and 16 behind the one that runs; the one that waits needs 32."""
+    few, many = ((0, 10),), ((1, 10),)
+    work = Work(
+        "holes", "by hand",
+        (Arrival(0, few, 6, 6), Arrival(0, many, 20, 22), Arrival(0, few, 6, 6), Arrival(0, many, 15, 22)),
+    )  # fmt: skip
+    made = run(work, "oracle", pool_slots=64, longest=64)
+    assert made.series.external == [0] * 6 + [32] * 14 + [0] * 15
+    assert made.summary.fragmented_failures == 1
+
+
+@pytest.mark.parametrize("name", ["paged", "oracle"])
+def test_a_request_that_is_over_is_forgotten(name: str) -> None:
+    """A trace's tokens would fill gigabytes."""
+    alive: list[int] = []
+
+    def told(done: int, of: int) -> None:
+        gc.collect()
+        alive.append(sum(isinstance(one, Request) for one in gc.get_objects()))
+
+    gc.collect()
+    before = sum(isinstance(one, Request) for one in gc.get_objects())
+    apart = tuple(Arrival(1000.0 * place, ((place, 20),), 5, 16) for place in range(8))
+    run(Work("apart", "one after the other", apart), name, pool_slots=256, longest=64, progress=told)
+    assert max(alive) <= before + 2

@@ -229,3 +229,23 @@ class TestWhatIsNone:
             return
         assert work.arrivals
         assert all(a.at >= 0 and a.prompt_tokens >= 1 and 1 <= a.output_tokens <= a.max_tokens for a in work.arrivals)
+
+
+class TestAmbiguous:
+    """What could be read in two ways is not read in either."""
+
+    def test_a_column_twice(self, tmp_path: Path) -> None:
+        path = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens,ContextTokens\n1,2,3,4\n")
+        with pytest.raises(RequestError, match="line 1: there are 2 columns ContextTokens"):
+            traces.read(path)
+
+    def test_dates_among_seconds(self, tmp_path: Path) -> None:
+        path = written(tmp_path, AZURE + "2023-11-16 18:15:46,2,3\n5,2,3\n6,2,3\n")
+        with pytest.raises(RequestError, match="1 times as a date and 2 as a number"):
+            traces.read(path)
+
+    def test_a_file_name_that_is_not_utf8(self, tmp_path: Path) -> None:
+        path = tmp_path / "caf\udce9.csv"
+        path.write_text(AZURE + "5,2,3\n")
+        work = traces.read(path)
+        assert (work.name, work.source) == ("caf?", "caf?.csv")

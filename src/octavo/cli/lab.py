@@ -4,10 +4,12 @@ nothing and draws nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +27,16 @@ _REQUESTS = 100  # simulated: enough to fill the memory of one GPU many times
 _SCENARIOS = ("poisson", "shared-prompt", "samples")  # which tell the story in a minute
 _RUN_REQUESTS = 12  # all strategies then take minutes, not an hour
 
+# Written out, as help is to come without loading the lab; a test compares them with what there is.
+_STRATEGIES = (
+    "none (No cache), max (Contiguous, the model's longest), own (Contiguous, the request's limit), pow2 (Contiguous, "
+    "a power of two), oracle (Contiguous, the true length), doubling (Contiguous, doubling), chunks (Fixed chunks), "
+    "paged (Paged)"
+)
+_GPUS = "l4, a10, rtx-4090, a100-40g, a100-80g, h100-80g, cpu"
+_MODELS = "llama-2-7b, llama-3.1-8b, opt-13b, llama-3.1-70b, smollm2"
+_WORKS = "poisson, shared-prompt, samples, beams, chat, code"
+
 Trace = Annotated[
     list[Path] | None,
     typer.Option(
@@ -41,13 +53,15 @@ Scenario = Annotated[
     typer.Option(
         "--scenario",
         help=with_default(
-            "One of the lab's own works (repeatable): poisson, shared-prompt, samples, beams, chat, code.",
+            f"One of the lab's own works (repeatable): {_WORKS}.",
             "the first three, if there is no --trace",
         ),
         show_default=False,
     ),
 ]
-OneScenario = Annotated[str, typer.Option("--scenario", help="One of the lab's own works, where there is no --trace.")]
+OneScenario = Annotated[
+    str, typer.Option("--scenario", help=f"One of the lab's own works, where there is no --trace: {_WORKS}.")
+]
 OneTrace = Annotated[
     Path | None,
     typer.Option(
@@ -58,7 +72,7 @@ Chosen = Annotated[
     list[str] | None,
     typer.Option(
         "--strategy",
-        help=with_default("A strategy; may be given more than once.", "all; no cache for one work"),
+        help=with_default(f"A strategy (repeatable): {_STRATEGIES}.", "all; none for the first work only"),
         show_default=False,
     ),
 ]
@@ -66,17 +80,21 @@ Executed = Annotated[
     list[str] | None,
     typer.Option(
         "--strategy",
-        help=with_default("A strategy; may be given more than once.", "all but no cache, which takes hours"),
+        help=with_default(f"A strategy (repeatable): {_STRATEGIES}.", "all but none, which takes hours"),
         show_default=False,
     ),
 ]
 Rates = Annotated[str, typer.Option("--rates", help="Loads: how many times as fast as they did the requests come.")]
 Requests = Annotated[int, typer.Option("--requests", min=1, help="Requests of a work at most, the first ones.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same work; same simulation, byte for byte.")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Same seed, same work; same simulation, byte for byte.")
+]
 Out = Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for results, report and figures.")]
-Gpu = Annotated[str, typer.Option("--gpu", help="The GPU whose memory and speed are simulated.")]
+Gpu = Annotated[str, typer.Option("--gpu", help=f"The GPU whose memory and speed are simulated: {_GPUS}.")]
 Gpus = Annotated[int, typer.Option("--gpus", min=1, help="How many of them share the model.")]
-SimulatedModel = Annotated[str, typer.Option("--model", help="The model whose weights and keys and values fill it.")]
+SimulatedModel = Annotated[
+    str, typer.Option("--model", help=f"The model whose weights and keys and values fill it: {_MODELS}.")
+]
 RunModel = Annotated[str, typer.Option("--model", "-m", help="The model that is run, as for the other commands.")]
 Slots = Annotated[int, typer.Option("--slots", min=64, help="Tokens whose keys and values the memory holds.")]
 Context = Annotated[int, typer.Option("--context", min=16, help="Tokens of the longest sequence that is allowed.")]
@@ -116,8 +134,9 @@ def simulate(
     from octavo.lab import figures, hardware, strategies, study
 
     figures.require_matplotlib()  # said now, not after a minute's work
-    names = [] if trace and not scenario else scenario or list(_SCENARIOS)
-    works = [*_traces(trace or [], requests), *(study.first(_scenario(name, seed), requests) for name in names)]
+    names = [] if trace and not scenario else dict.fromkeys(scenario or _SCENARIOS)
+    works = _traces(list(dict.fromkeys(trace or [])), requests)
+    works += [study.first(_scenario(name, seed), requests) for name in names]
     chosen_gpu, chosen_model = hardware.gpu(gpu), hardware.model(model)
     first = _plan(strategy or list(strategies.ALL), rates, seed)
     further = replace(_plan(strategy or _keeping(), rates, seed), sweeps=False)  # they are the same for all works
@@ -211,17 +230,38 @@ def _traces(paths: list[Path], requests: int) -> list[Work]:
 
 def _study(works: list[Work], made: Any, out: Path) -> None:
     """Make each work's result, write it at once, and report on all."""
+    from octavo.lab.report import file_names
     from octavo.lab.results import save
 
-    out.mkdir(parents=True, exist_ok=True)
-    results = []
-    with _bar(len(works)) as tell:
+    results: list[Result] = []
+    with _folder(out), _bar(len(works)) as tell:
         for place, work in enumerate(works):
+            began = monotonic()
             result = made(place, lambda words, share, place=place: tell(words, place + share))
-            name = "".join(letter if letter.isalnum() else "-" for letter in work.name.lower())
-            save(result, out / f"{name}-{result.kind}.json")
             results.append(result)
+            save(result, out / f"{file_names(results)[-1]}.json")
+            if not sys.stderr.isatty():
+                runs = "1 run" if len(result.runs) == 1 else f"{len(result.runs)} runs"
+                words = f"{work.name}: {len(work.arrivals):,} requests, {runs} in {monotonic() - began:,.0f} s"
+                typer.echo(words, err=True)
     _write_report(results, out / "report.html")
+    own = {f"{name}.json" for name in file_names(results)}
+    if older := sorted(path.name for path in out.glob("*.json") if path.name not in own):
+        typer.echo(f"Not in the report, as it was there before: {', '.join(older)}. octavo lab report takes any.")
+
+
+@contextmanager
+def _folder(out: Path) -> Iterator[None]:
+    """The folder, made before a long run and not after it; gone again if nothing came of it."""
+    new = [path for path in (out, *out.parents) if not path.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # something is in it
+            for path in new:
+                path.rmdir()
+        raise
 
 
 def _write_report(results: list[Result], path: Path) -> None:

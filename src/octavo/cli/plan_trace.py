@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,10 +41,11 @@ class Asked:
 def plan_trace(asked: Asked, as_json: bool) -> None:
     """Find the memory, or try the one given, and show it. Raises RequestError for what cannot be."""
     from octavo.lab import capacity, hardware, step_time, traces
+    from octavo.lab.study import FASTEST
 
     queued, rejected = share("--target-queued", asked.target_queued), share("--target-rejected", asked.target_rejected)
-    if not (math.isfinite(asked.rate) and asked.rate > 0):
-        raise RequestError(f"--rate is {asked.rate}; it must be above 0.")
+    if not 1 / FASTEST <= asked.rate <= FASTEST:
+        raise RequestError(f"--rate is {asked.rate}; it must be above 0: from {1 / FASTEST:g} to {FASTEST:g}.")
     gpu, model = hardware.gpu(asked.gpu), _model(asked)
     work = traces.read(asked.trace, limit=asked.requests)
     question = capacity.Question(

@@ -1,6 +1,7 @@
 """What has been published about paging, beside what the lab's results say. Reads results, and draws nothing.
 
-Every published figure names its section. A row says whether ours falls within it, and if not, what is different here.
+Every published figure names its section. A row says how ours compares, by one rule (`RULE`), or why it cannot: a
+comparison is judged only where both sides answered as many requests, and where more load would give no more.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ from typing import Literal
 
 from octavo.lab.results import Result, Run
 
-Verdict = Literal["as published", "partly", "more", "less", "not measured"]
+Verdict = Literal["as published", "near", "partly", "more", "less", "no verdict", "not measured"]
 
 PAPER = "PagedAttention (Kwon et al., SOSP 2023)"
+NEAR = 0.1  # of the published figure
+FLAT = 1.05  # a step of load that raises throughput by less has reached the most
+RULE = (
+    "“As published”: within the published range itself, to the digits shown. “Near”: within ± 10 % of its ends. "
+    "“Partly”: only some of the values are. Else “less” or “more”. Ratios are judged only where both sides answered "
+    "equally many requests, and throughput only where the last step of load raised it by less than 5 % on both."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,30 +34,33 @@ class Row:
     published: str
     source: str
     verdict: Verdict
-    why: str  # where it comes out otherwise; "" where it does not
+    why: str  # what the result says of the difference, or why there is no verdict; may be ""
+    needs: tuple[str, ...]  # strategies that it takes
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A figure of ours: its values and the words for them."""
+    """A figure of ours: its values, the words for them, and why they are not to be judged ("": they are)."""
 
     low: float
     high: float
     words: str
+    unfit: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claim:
-    """A published figure, what counts as the same, and where ours comes from."""
+    """A published figure, from `low` to `high`, and where ours comes from."""
 
     claim: str
     published: str
     section: str
-    low: float  # from here
-    high: float  # to here ours counts as published
+    low: float
+    high: float
     find: Callable[[Result], _Found | None]
-    less: str  # why ours may be below
-    more: str  # and above
+    needs: tuple[str, ...]
+    made_up: str = ""  # what it is measured on, where that is not the result's work
+    setup: str = ""  # how that was made
 
 
 def rows(results: Sequence[Result]) -> list[Row]:
@@ -61,24 +72,35 @@ def rows(results: Sequence[Result]) -> list[Row]:
     return made
 
 
+def circumstances(results: Sequence[Result]) -> list[str]:
+    """For each result what can be read from it of where it differs from what was published; "" where nothing can."""
+    return [" ".join(filter(None, (_lengths(result), _pressure(result)))) for result in results]
+
+
 def _row(claim: _Claim, result: Result, found: _Found) -> Row:
-    below, above = found.low < claim.low, found.high > claim.high
-    verdict: Verdict = "as published"
-    if found.high < claim.low:
-        verdict, above = "less", False
-    elif found.low > claim.high:
-        verdict, below = "more", False
-    elif below or above:
-        verdict = "partly"
+    verdict: Verdict = "no verdict" if found.unfit else _verdict(claim, found)
     return Row(
         claim=claim.claim,
         here=found.words,
-        where=where(result),
+        where=claim.made_up or where(result),
         published=claim.published,
         source=f"{PAPER}, {claim.section}",
         verdict=verdict,
-        why=" ".join(why for holds, why in ((below, claim.less), (above, claim.more)) if holds),
+        why=found.unfit or claim.setup,
+        needs=claim.needs,
     )
+
+
+def _verdict(claim: _Claim, found: _Found) -> Verdict:
+    low, high = round(found.low, 1), round(found.high, 1)
+    if claim.low <= low and high <= claim.high:
+        return "as published"
+    least, most = claim.low * (1 - NEAR), claim.high * (1 + NEAR)
+    if least <= low and high <= most:
+        return "near"
+    if high < least:
+        return "less"
+    return "more" if low > most else "partly"
 
 
 def _unmeasured(claim: _Claim) -> Row:
@@ -89,7 +111,8 @@ def _unmeasured(claim: _Claim) -> Row:
         published=claim.published,
         source=f"{PAPER}, {claim.section}",
         verdict="not measured",
-        why="None of these results holds what it takes.",
+        why="",
+        needs=claim.needs,
     )
 
 
@@ -98,6 +121,12 @@ def where(result: Result) -> str:
     on = result.machine.get("name") or result.machine.get("gpu") or result.machine.get("processor") or "unnamed"
     how = "executed" if result.kind == "executed" else "simulated"
     return f"{result.work.get('name', 'unnamed')}, {result.model.get('name', 'unnamed')}, {how}: {on}"
+
+
+def refused(run: Run) -> str:
+    """How many requests a run rejected, of how many; "" for none."""
+    asked = run.summary.finished + run.summary.rejected
+    return f"rejected {run.summary.rejected:,} of {asked:,}" if run.summary.rejected else ""
 
 
 # What is read from a result.
@@ -113,6 +142,13 @@ def under_load(result: Result) -> dict[str, Run]:
     return chosen
 
 
+def of_the_used(run: Run) -> float:
+    """Tokens stored / (slots held + slots free in holes too small), which is what the paper's figure 2 shows."""
+    summary = run.summary
+    used = summary.stored + summary.internal + summary.reserved + summary.external
+    return summary.stored / used if used else summary.utilisation
+
+
 def _shares(values: Iterable[float]) -> _Found | None:
     shares = sorted(100 * value for value in values)
     if not shares:
@@ -122,9 +158,17 @@ def _shares(values: Iterable[float]) -> _Found | None:
 
 
 def _utilisation(strategy: str) -> Callable[[Result], _Found | None]:
+    """Of what is held and what is lost to holes, as published; beside it of what is held, where that is another."""
+
     def find(result: Result) -> _Found | None:
         run = under_load(result).get(strategy)
-        return None if run is None else _shares([run.summary.utilisation])
+        if run is None:
+            return None
+        value, held = 100 * of_the_used(run), f"{100 * run.summary.utilisation:.1f} %"
+        words = f"{value:.1f} %"
+        if words != held:
+            words += f" with external waste ({held} of what is held)"
+        return _Found(value, value, ", ".join(part for part in (words, refused(run)) if part))
 
     return find
 
@@ -136,28 +180,63 @@ def _in_flight_against(than: str) -> Callable[[Result], _Found | None]:
         runs = under_load(result)
         if "paged" not in runs or than not in runs:
             return None
-        return _ratio(runs["paged"].summary.in_flight_mean, runs[than].summary.in_flight_mean)
+        paged, other = runs["paged"], runs[than]
+        unfit = _unequal(paged, other) or _unpressed(other) or _unpressed(paged)
+        return _ratio(paged.summary.in_flight_mean, other.summary.in_flight_mean, unfit)
 
     return find
 
 
-def _throughput_against(*than: str) -> Callable[[Result], _Found | None]:
-    """How many times as many tokens a second paging makes as the first of these strategies that was run, at best."""
+def _throughput_against(than: str) -> Callable[[Result], _Found | None]:
+    """How many times as many tokens a second paging makes as the strategy `than`, each at the load it does best at."""
 
     def find(result: Result) -> _Found | None:
-        best: dict[str, float] = {}
-        for run in result.runs:
-            best[run.strategy] = max(best.get(run.strategy, 0.0), run.summary.throughput)
-        other = next((best[name] for name in than if name in best), None)
-        return None if other is None or "paged" not in best else _ratio(best["paged"], other)
+        curves = [
+            sorted((run for run in result.runs if run.strategy == name), key=lambda run: run.rate)
+            for name in ("paged", than)
+        ]
+        if not all(curves):
+            return None
+        paged, other = (max(curve, key=lambda run: run.summary.throughput) for curve in curves)
+        unfit = _unequal(paged, other) or " ".join(filter(None, map(_rising, curves)))
+        return _ratio(paged.summary.throughput, other.summary.throughput, unfit)
 
     return find
 
 
-def _ratio(ours: float, theirs: float) -> _Found | None:
+def _unequal(paged: Run, other: Run) -> str:
+    """Why two runs cannot be compared: they did not answer equally many requests."""
+    sides = [(run.summary.finished, run.summary.rejected) for run in (paged, other)]
+    if sides[0] == sides[1]:
+        return ""
+    words = [f"{run.label} {refused(run) or 'rejected none'}" for run in (paged, other)]
+    return f"Not the same requests were answered: {'; '.join(words)}."
+
+
+def _unpressed(run: Run) -> str:
+    """Why memory did not decide how many were in flight: there was enough."""
+    return "" if any(run.series.waiting) else f"{run.label}: no request ever waited, so memory was no bound."
+
+
+def _rising(curve: Sequence[Run]) -> str:
+    """Why the best of a strategy's loads may not be the most that it can do; "" where the curve has flattened."""
+    label = curve[-1].label
+    if len(curve) < 2:
+        return f"{label}: one load only, which does not show the most it can do."
+    before, last = (run.summary.throughput for run in curve[-2:])
+    if last < FLAT * before:
+        return ""
+    return f"{label}: still rising: not the most it can do (the last step of load gave {_percent(last, before)} more)."
+
+
+def _percent(value: float, than: float) -> str:
+    return f"{100 * (value / than - 1):.0f} %" if than else "all"
+
+
+def _ratio(ours: float, theirs: float, unfit: str) -> _Found | None:
     if not theirs:
         return None
-    return _Found(ours / theirs, ours / theirs, f"{ours / theirs:.1f} × ({ours:,.1f} against {theirs:,.1f})")
+    return _Found(ours / theirs, ours / theirs, f"{ours / theirs:.1f} × ({ours:,.1f} against {theirs:,.1f})", unfit)
 
 
 def _saved(name: str, data: str) -> Callable[[Result], _Found | None]:
@@ -176,154 +255,145 @@ def _saved(name: str, data: str) -> Callable[[Result], _Found | None]:
     return find
 
 
-_FULLER = "These requests fill more of what is reserved for them than the paper's did."
-_EMPTIER = "What is reserved is a larger multiple of what these requests hold than in the paper's workload."
-_SAMPLES = (
-    "Only the prompt is shared, so what is saved follows from how long prompts are beside answers; these lengths have "
-    "the data set's means, not its spread, and prompts that fill no block to its end are copied in part."
-)
-_BEAMS = (
-    "What beams share depends on how soon the survivors go back to one ancestor. Here the model is made up, and its "
-    "probabilities part the beams in another way than a trained model's: the wider the search, the more."
-)
-_COMPUTE = (
-    "More requests at once make more tokens only while memory is what runs out: here computing is the bound, or the "
-    "requests are too few to fill the memory."
-)
+# What a result says of a difference: only what can be read from it.
 
+
+def _lengths(result: Result) -> str:
+    requests, prompt, output = (result.work.get(name) for name in ("requests", "prompt_tokens", "output_tokens"))
+    if not (isinstance(requests, int) and isinstance(prompt, int) and isinstance(output, int) and requests > 0):
+        return ""
+    return (
+        f"Here a request has {prompt / requests:,.0f} tokens of prompt and {output / requests:,.0f} of answers on "
+        "average; the paper's ShareGPT requests have 161 and 338."
+    )
+
+
+def _pressure(result: Result) -> str:
+    """How long requests waited under paging at the highest load, and what it found in its cache."""
+    run = under_load(result).get("paged")
+    if run is None or not run.series.time:
+        return ""
+    waited = 100 * sum(count > 0 for count in run.series.waiting) / len(run.series.waiting)
+    words = f"Requests waited {waited:.0f} % of the time under paging at the highest load."
+    if run.summary.cached_tokens:
+        words += f" {run.summary.cached_tokens:,} prompt tokens were found in its cache, not stored and computed again."
+    return words
+
+
+_LENGTHS_MADE_UP = "Lengths are exponential, with the data set's means."
+_BEAMS_MADE_UP = " Which beams go on is drawn from made-up probabilities, not a trained model's."
+
+
+def _used(claim: str, published: float, section: str, strategy: str) -> _Claim:
+    return _Claim(
+        claim=claim,
+        published=f"{published} %",
+        section=f"{section}; external waste counts",
+        low=published,
+        high=published,
+        find=_utilisation(strategy),
+        needs=(strategy,),
+    )
+
+
+def _against(
+    claim: str, published: tuple[float, float], section: str, than: str, find: Callable[[Result], _Found | None]
+) -> _Claim:
+    low, high = published
+    return _Claim(
+        claim=claim,
+        published=f"{low:g} ×" if low == high else f"{low:g}–{high:g} ×",
+        section=section,
+        low=low,
+        high=high,
+        find=find,
+        needs=("paged", than),
+    )
+
+
+def _sharing(claim: str, published: tuple[float, float], section: str, sweep: str, data: str) -> _Claim:
+    low, high = published
+    return _Claim(
+        claim=claim,
+        published=f"{low}–{high} %",
+        section=section,
+        low=low,
+        high=high,
+        find=_saved(sweep, data),
+        needs=("paged",),
+        made_up=f"a made-up work with {data}-like lengths, simulated",
+        setup=_LENGTHS_MADE_UP + (_BEAMS_MADE_UP if sweep == "beams" else ""),
+    )
+
+
+_MOST = "Tokens a second at most, paged against"
+_ORCAS = "§6.2 and fig. 13a (OPT-13B, ShareGPT)"
 _CLAIMS = (
-    _Claim(
-        claim="Utilisation, the longest sequence reserved for each request",
-        published="20.4 %",
-        section="§1 and fig. 2, Orca (Max); here 15–45 % counts as such",
-        low=15.0,
-        high=45.0,
-        find=_utilisation("max"),
-        less=_EMPTIER,
-        more=_FULLER,
+    _used("Utilisation, the longest sequence reserved for each request", 20.4, "fig. 2, Orca (Max)", "max"),
+    _used("Utilisation, a power of two reserved", 26.8, "fig. 2, Orca (Pow2)", "pow2"),
+    _used("Utilisation, exactly the right length reserved", 38.2, "fig. 2, Orca (Oracle)", "oracle"),
+    _used("Utilisation, paged", 96.3, "fig. 2, vLLM", "paged"),
+    _against(
+        "Requests in flight, paged against the longest sequence reserved",
+        (4.3, 4.3),
+        _ORCAS,
+        "max",
+        _in_flight_against("max"),
     ),
-    _Claim(
-        claim="Utilisation, a power of two reserved",
-        published="26.8 %",
-        section="fig. 2, Orca (Pow2); ± a quarter",
-        low=20.1,
-        high=33.5,
-        find=_utilisation("pow2"),
-        less=_EMPTIER,
-        more=_FULLER + " Only the answer is rounded up to a power of two here, and prompts are longer than answers.",
+    _against(
+        "Requests in flight, paged against the right length reserved",
+        (2.2, 2.2),
+        _ORCAS,
+        "oracle",
+        _in_flight_against("oracle"),
     ),
-    _Claim(
-        claim="Utilisation, exactly the right length reserved",
-        published="38.2 %",
-        section="fig. 2, Orca (Oracle); ± a quarter",
-        low=28.7,
-        high=47.8,
-        find=_utilisation("oracle"),
-        less=_EMPTIER,
-        more="Only the answer is still to come when a request starts: where prompts are long beside answers, a "
-        "reservation of exactly the right length is nearly full from its first moment.",
+    _against(
+        f"{_MOST} the longest sequence reserved",
+        (2.7, 8.0),
+        "§6.2, request rate sustained (ShareGPT)",
+        "max",
+        _throughput_against("max"),
     ),
-    _Claim(
-        claim="Utilisation, paged",
-        published="96.3 %",
-        section="fig. 2, vLLM; ± 1 point",
-        low=95.3,
-        high=97.3,
-        find=_utilisation("paged"),
-        less="On average half of a sequence's last block is empty, which weighs the more the shorter sequences are.",
-        more="Sequences are longer than the paper's, so that half of a last block weighs less.",
+    _against(
+        f"{_MOST} the right length reserved",
+        (1.7, 2.7),
+        "§6.2, request rate sustained (ShareGPT)",
+        "oracle",
+        _throughput_against("oracle"),
     ),
-    _Claim(
-        claim="Requests in flight, paged against the longest sequence reserved",
-        published="4.3 ×",
-        section="§6.2 and fig. 13a (OPT-13B, ShareGPT); ± a quarter",
-        low=3.2,
-        high=5.4,
-        find=_in_flight_against("max"),
-        less="Too few requests were there to fill the memory, or they are longer beside the longest allowed.",
-        more="These requests are shorter beside the longest sequence allowed than the paper's beside 2,048 tokens, "
-        "or share what they store.",
+    _against(
+        f"{_MOST} what a server without an oracle can do",
+        (2.0, 4.0),
+        "abstract, throughput at the same latency; here against a reservation of the request's own limit",
+        "own",
+        _throughput_against("own"),
     ),
-    _Claim(
-        claim="Requests in flight, paged against the right length reserved",
-        published="2.2 ×",
-        section="§6.2 and fig. 13a (OPT-13B, ShareGPT); ± a quarter",
-        low=1.6,
-        high=2.8,
-        find=_in_flight_against("oracle"),
-        less="Where prompts are long beside answers, a reservation of exactly the right length wastes little: "
-        "paging's advantage is that nobody knows that length.",
-        more="Prompts are shared here, which no contiguous reservation can be.",
+    _sharing(
+        "Memory that parallel samples save by sharing, n = 2 to 6, short requests",
+        (6.1, 9.8),
+        "§6.3 and fig. 15a (Alpaca)",
+        "samples",
+        "Alpaca",
     ),
-    _Claim(
-        claim="Tokens a second at most, paged against the longest sequence reserved",
-        published="2.7–8 ×",
-        section="§6.2, request rate sustained (ShareGPT)",
-        low=2.7,
-        high=8.0,
-        find=_throughput_against("max"),
-        less=_COMPUTE,
-        more="Against one request at a time there is no upper end, and prompts found in the cache cost nothing.",
+    _sharing(
+        "Memory that parallel samples save by sharing, n = 2 to 6, longer requests",
+        (16.2, 30.5),
+        "§6.3 (ShareGPT)",
+        "samples",
+        "ShareGPT",
     ),
-    _Claim(
-        claim="Tokens a second at most, paged against the right length reserved",
-        published="1.7–2.7 ×",
-        section="§6.2, request rate sustained (ShareGPT)",
-        low=1.7,
-        high=2.7,
-        find=_throughput_against("oracle"),
-        less="As with requests in flight: long prompts and short answers leave little to gain over an oracle, "
-        "which no real server has. " + _COMPUTE,
-        more="Prompts are shared here, which no contiguous reservation can be, and what is found is not computed.",
+    _sharing(
+        "Memory that beams save by sharing, width 2 to 6, short requests",
+        (37.6, 55.2),
+        "§6.3 and fig. 15b (Alpaca)",
+        "beams",
+        "Alpaca",
     ),
-    _Claim(
-        claim="Tokens a second at most, paged against what a server without an oracle can do",
-        published="2–4 ×",
-        section="abstract, throughput at the same latency; here against a reservation of the request's own limit",
-        low=2.0,
-        high=4.0,
-        find=_throughput_against("own", "pow2", "max"),
-        less=_COMPUTE,
-        more="Prompts are shared here, which no contiguous reservation can be, and what is found is not computed.",
-    ),
-    _Claim(
-        claim="Memory that parallel samples save by sharing, n = 2 to 6, short requests",
-        published="6.1–9.8 %",
-        section="§6.3 and fig. 15a (Alpaca); ± 15 %",
-        low=5.2,
-        high=11.3,
-        find=_saved("samples", "Alpaca"),
-        less=_SAMPLES,
-        more=_SAMPLES,
-    ),
-    _Claim(
-        claim="Memory that parallel samples save by sharing, n = 2 to 6, longer requests",
-        published="16.2–30.5 %",
-        section="§6.3 (ShareGPT); ± 15 %",
-        low=13.8,
-        high=35.1,
-        find=_saved("samples", "ShareGPT"),
-        less=_SAMPLES,
-        more=_SAMPLES,
-    ),
-    _Claim(
-        claim="Memory that beams save by sharing, width 2 to 6, short requests",
-        published="37.6–55.2 %",
-        section="§6.3 and fig. 15b (Alpaca); ± 15 %",
-        low=32.0,
-        high=63.5,
-        find=_saved("beams", "Alpaca"),
-        less=_BEAMS,
-        more=_BEAMS,
-    ),
-    _Claim(
-        claim="Memory that beams save by sharing, width 2 to 6, longer requests",
-        published="44.3–66.3 %",
-        section="§6.3 (ShareGPT); ± 15 %",
-        low=37.7,
-        high=76.2,
-        find=_saved("beams", "ShareGPT"),
-        less=_BEAMS,
-        more=_BEAMS,
+    _sharing(
+        "Memory that beams save by sharing, width 2 to 6, longer requests",
+        (44.3, 66.3),
+        "§6.3 (ShareGPT)",
+        "beams",
+        "ShareGPT",
     ),
 )

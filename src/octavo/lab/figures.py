@@ -46,6 +46,9 @@ _ROW = 0.86  # of a row of a map is drawn; the rest parts it from the next
 _ON_YELLOW = "#211d18"  # text, in either theme: no variable has this colour
 _PNG_DPI = 120
 _MOMENTS = 200  # of a stack over time: more cannot be told apart
+_NO_CACHE = "none"  # the strategy that keeps nothing between two steps
+_SQUASHES = 3.0  # times what all others reach: its axes would show nothing else
+_NAMED = 0.62  # inches at the right of a panel, for the names of its lines
 _EDGE, _TITLE = 0.06, 0.28  # inches
 
 Key = tuple[tuple[str, str], ...]  # colour and words of each entry of a legend
@@ -60,6 +63,7 @@ class Panel:
     height: float = 2.3  # inches
     width: float = _WIDTH
     bare: bool = False  # no ticks and labels, so no room for them either
+    right: float = 0.15  # inches beside the axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +110,8 @@ def all_figures(result: Result) -> list[Figure]:
         _latency(result),
         _throughput(result),
     ]
-    made += [_block_sizes(result.sweeps), _savings(result.sweeps)]
+    if any(run.strategy == "paged" for run in result.runs):
+        made += [_block_sizes(result.sweeps), _savings(result.sweeps)]
     return [figure for figure in made if figure.panels]
 
 
@@ -116,20 +121,28 @@ def top_rate(result: Result) -> float:
 
 
 def _maps(runs: Sequence[Run], pool_slots: int) -> Figure:
-    there = {piece.kind for run in runs for piece in run.map}
-    runs = [run for run in runs if run.map]
+    keeping = [run for run in runs if run.map and run.strategy != _NO_CACHE]
+    there = {piece.kind for run in keeping for piece in run.map}
     return Figure(
         name="maps",
         title="The memory of each strategy at the same moment",
-        caption=f"{pool_slots:,} token slots, {runs[0].map_time:,.1f} s after the first arrival, read like a page: "
-        "each row goes on where the one above it ends. A light line parts what belongs to different requests."
-        if runs
-        else "",
+        caption=_map_caption(runs, keeping, pool_slots) if keeping else "",
         panels=tuple(
-            Panel(title=_map_title(run), draw=_drawn_map(run, pool_slots), height=1.75, bare=True) for run in runs
+            Panel(title=_map_title(run), draw=_drawn_map(run, pool_slots), height=1.75, bare=True) for run in keeping
         ),
         key=_state_key([name for name, _, _ in STATES if name in there]),
     )
+
+
+def _map_caption(runs: Sequence[Run], keeping: Sequence[Run], pool_slots: int) -> str:
+    caption = (
+        f"One moment, {keeping[0].map_time:,.1f} s after the first arrival; averages over the whole run are beside it. "
+        f"{pool_slots:,} token slots, read like a page: each row goes on where the one above it ends. A light line "
+        "parts what belongs to different requests."
+    )
+    if len(keeping) < len(runs) and any(run.strategy == _NO_CACHE for run in runs):
+        caption += " No cache has no map: it keeps nothing from one step to the next."
+    return caption
 
 
 def _drawn_map(run: Run, pool_slots: int) -> Callable[[Axes], None]:
@@ -205,7 +218,7 @@ def _shares(runs: Sequence[Run]) -> Figure:
         for place, run in enumerate(runs):
             held = [getattr(run.summary, kind) for kind in kinds]
             left, whole = 0.0, sum(held) or 1.0
-            ax.text(0, place - 0.34, run.label, va="bottom")
+            ax.text(0, place - 0.34, f"{run.label}: {_percent(run.summary.utilisation)} of what is held", va="bottom")
             for kind, share in zip(kinds, held, strict=True):
                 part = 100 * share / whole
                 ax.barh(place, part, left=left, height=0.56, color=palette()[_COLOUR[kind]])
@@ -218,9 +231,11 @@ def _shares(runs: Sequence[Run]) -> Figure:
 
     return Figure(
         name="shares",
-        title="What the held memory holds",
-        caption="Averaged over the time that requests were in flight, like figure 2 of the PagedAttention paper.",
-        panels=(Panel(title="", draw=draw, height=0.46 * len(runs), bare=True),) if runs else (),
+        title="Of the pool in use: held, and free but unusable",
+        caption="Averaged over the time that requests were in flight. As in figure 2 of the PagedAttention paper, the "
+        "whole bar is what is held and what is free in holes too small. Utilisation, beside the name, is what is "
+        "stored of what is held, without those holes.",
+        panels=(Panel(title="", draw=draw, height=0.5 * len(runs), bare=True),) if runs else (),
         key=_state_key(kinds),
         columns=1,
     )
@@ -295,20 +310,32 @@ def _in_flight(runs: Sequence[Run]) -> Figure:
 
 
 def _latency(result: Result) -> Figure:
+    runs, left_out = _without_squashing(result.runs)
     panels = []
     for measure, words, unit in (("ttft", "Time to first token", "s"), ("tpot", "Time per token", "ms")):
         for part in ("p50", "p90", "p99"):
-            draw = _drawn_load(result, _latency_of(measure, part, 1e3 if unit == "ms" else 1.0), unit, log=True)
-            panels.append(Panel(title=f"{words}, {part}", draw=draw, height=2.0, width=_NARROW))
+            draw = _drawn_load(runs, _latency_of(measure, part, 1e3 if unit == "ms" else 1.0), log=True)
+            panels.append(Panel(title=f"{words}, {part}, {unit}", draw=draw, height=2.1, width=_NARROW, right=_NAMED))
     return Figure(
         name="latency",
         title="Latency against load",
         caption="How long half, nine in ten and 99 in 100 requests waited for their first token, and for each token "
-        "after it, by how many times as fast as in the work the requests come. Some scales are logarithmic.",
-        panels=tuple(panels) if len({run.rate for run in result.runs}) > 1 else (),
-        key=_line_key(result.runs),
+        "after it, by how many times as fast as in the work the requests come. Some scales are logarithmic." + left_out,
+        panels=tuple(panels) if len({run.rate for run in runs}) > 1 else (),
+        key=_line_key(runs),
         columns=3,
     )
+
+
+def _without_squashing(runs: Sequence[Run]) -> tuple[list[Run], str]:
+    """The runs without those of no cache, and a sentence that says so, where the others would be a line at 0."""
+    others = [run for run in runs if run.strategy != _NO_CACHE]
+    most = max((run.summary.ttft.p50 or 0.0 for run in others), default=0.0)
+    slow = [run for run in runs if run.strategy == _NO_CACHE and (run.summary.ttft.p50 or 0.0) > _SQUASHES * most > 0]
+    if not slow:
+        return list(runs), ""
+    waits = ", ".join(f"{run.summary.ttft.p50:,.0f} s at {run.rate:g}×" for run in slow)
+    return others, f" No cache is left out, as nothing else could be seen beside it: p50 to first token {waits}."
 
 
 def _latency_of(measure: str, part: str, scale: float) -> Callable[[Run], float | None]:
@@ -320,47 +347,80 @@ def _latency_of(measure: str, part: str, scale: float) -> Callable[[Run], float 
 
 
 def _throughput(result: Result) -> Figure:
-    panels = (
-        Panel(title="Answer tokens a second", draw=_drawn_load(result, lambda run: run.summary.throughput, "tokens/s")),
-        Panel(
-            title="Requests in flight, on average",
-            draw=_drawn_load(result, lambda run: run.summary.in_flight_mean, "requests"),
-        ),
+    across = (
+        ("Answer tokens a second", lambda run: run.summary.throughput),
+        ("Requests in flight, on average", lambda run: run.summary.in_flight_mean),
     )
+    panels = [Panel(title=title, draw=_drawn_load(result.runs, value), right=_NAMED) for title, value in across]
     return Figure(
         name="throughput",
         title="Throughput against load",
-        caption="Where a line turns flat, its strategy has reached what this memory lets it do.",
-        panels=panels if len({run.rate for run in result.runs}) > 1 else (),
+        caption="Where a line turns flat, its strategy has reached what this memory lets it do; while it rises, more "
+        "load would give more.",
+        panels=tuple(panels) if len({run.rate for run in result.runs}) > 1 else (),
         key=_line_key(result.runs),
     )
 
 
 def _drawn_load(
-    result: Result, value: Callable[[Run], float | None], unit: str, *, log: bool = False
+    runs: Sequence[Run], value: Callable[[Run], float | None], *, log: bool = False
 ) -> Callable[[Axes], None]:
-    looks = _looks(result.runs)
+    looks = _looks(runs)
 
     def draw(ax: Axes) -> None:
         heights: list[float] = []
+        ends: list[tuple[float, float, str, str]] = []
         for (strategy, label), (colour, marker) in looks.items():
-            runs = sorted((r for r in result.runs if (r.strategy, r.label) == (strategy, label)), key=lambda r: r.rate)
-            points = [(run.rate, found) for run in runs if (found := value(run)) is not None and (found > 0 or not log)]
+            line = sorted((r for r in runs if (r.strategy, r.label) == (strategy, label)), key=lambda r: r.rate)
+            points = [(run.rate, found) for run in line if (found := value(run)) is not None and (found > 0 or not log)]
             ax.plot([x for x, _ in points], [y for _, y in points], color=colour, marker=marker, markersize=4)
             heights += [y for _, y in points]
-        rates = sorted({run.rate for run in result.runs})
+            ends += [(*points[-1], strategy, colour)] if points else []
+        rates = sorted({run.rate for run in runs})
         ax.set_xscale("log", base=2)
         ax.set_xticks(rates, [f"{rate:g}×" for rate in rates])
         ax.xaxis.minorticks_off()
-        ax.set(xlabel="load", ylabel=unit)
+        ax.set(xlabel="load")
         if log and heights and max(heights) > 8 * min(heights):
             ax.set_yscale("log")
             ax.yaxis.set_major_formatter(_plainly)
             ax.yaxis.set_minor_formatter("")
         else:
             ax.set_ylim(0, None)
+        _name_lines(ax, ends)
 
     return draw
+
+
+def _name_lines(ax: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Each line's name at the right of the axes, at the height of its end (x, y, name, colour), none over another."""
+    ax.set(xlim=ax.get_xlim(), ylim=ax.get_ylim())  # they stay what they are
+    at = ax.transData + ax.transAxes.inverted()
+    apart = 8.5 / (ax.get_window_extent().height / ax.figure.dpi * 72)  # of the axes' height
+    names = sorted((float(at.transform((x, y))[1]), x, y, name, colour) for x, y, name, colour in ends)
+    heights = _spread([height for height, *_ in names], apart)
+    for height, (_, x, y, name, colour) in zip(heights, names, strict=True):
+        ax.annotate(
+            name, (x, y), (1.05, height), textcoords="axes fraction", va="center", fontsize=7.5,
+            annotation_clip=False, arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1},
+        )  # fmt: skip
+
+
+def _spread(heights: Sequence[float], apart: float) -> list[float]:
+    """Rising heights, moved as little as keeps each `apart` above the one before, and all from 0 to 1 if they fit."""
+    groups: list[tuple[float, int]] = []  # (mean height, names) of those that touch
+    for height in heights:
+        middle, count = height, 1
+        while groups and middle - groups[-1][0] < apart * (count + groups[-1][1]) / 2:
+            before, more = groups.pop()
+            middle, count = (middle * count + before * more) / (count + more), count + more
+        groups.append((middle, count))
+    placed = [middle + apart * (place - (count - 1) / 2) for middle, count in groups for place in range(count)]
+    for place in range(len(placed)):
+        placed[place] = max(placed[place], apart * place)
+    for place in range(len(placed)):
+        placed[-1 - place] = min(placed[-1 - place], 1 - apart * place)
+    return placed
 
 
 def _plainly(value: float, _: Any) -> str:
@@ -384,9 +444,10 @@ def _savings(sweeps: Sequence[Sweep]) -> Figure:
     panels = [_panel(sweep, *axes[sweep.name], "% saved") for sweep in sweeps if sweep.name in axes]
     return Figure(
         name="savings",
-        title="Memory saved by sharing",
-        caption="Blocks saved by sharing, of the blocks that there would be without it, as figure 15 of the "
-        "PagedAttention paper counts them.",
+        title="Memory saved by sharing, on made-up works",
+        caption="Not the work above: requests made up for this, their lengths exponential with the means of the "
+        "paper's ShareGPT and Alpaca data sets. Blocks saved by sharing, of the blocks that there would be without it, "
+        "as figure 15 of the PagedAttention paper counts them.",
         panels=tuple(panels),
         key=_sweep_key(sweeps, *axes),
     )
@@ -439,7 +500,10 @@ def _line_colours(runs: Sequence[Run]) -> dict[tuple[str, str], str]:
 
 
 def _line_key(runs: Sequence[Run]) -> Key:
-    return tuple((colour, label) for (_, label), colour in _line_colours(runs).items())
+    return tuple(
+        (colour, label if name.lower() == label.lower() else f"{name}: {label}")
+        for (name, label), colour in _line_colours(runs).items()
+    )
 
 
 def _state_key(names: Sequence[str]) -> Key:
@@ -449,7 +513,12 @@ def _state_key(names: Sequence[str]) -> Key:
 def _map_title(run: Run) -> str:
     held = sum(piece.slots for piece in run.map if piece.kind in ("stored", "shared", "internal", "reserved"))
     stored = sum(piece.slots for piece in run.map if piece.kind in ("stored", "shared"))
-    return f"{run.label}: {100 * stored / held:.1f} % utilised" if held else f"{run.label}: nothing held"
+    now = f"{_percent(stored / held)} utilised" if held else "nothing held"
+    return f"{run.label}: {now}; {_percent(run.summary.utilisation)} on average"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 # Drawing.
@@ -512,7 +581,7 @@ def _svg(panel: Panel, prefix: str) -> str:
 def _axes(canvas: Any, panel: Panel, size: tuple[float, float], at: tuple[float, float, float]) -> Axes:
     """Axes whose lower left corner with all around it is at (x, y) and that are so wide, in inches of `size`."""
     x, y, wide = at
-    left, right, bottom, top = (_EDGE, _EDGE, _EDGE, _EDGE) if panel.bare else (0.55, 0.15, 0.46, _EDGE)
+    left, right, bottom, top = (_EDGE, _EDGE, _EDGE, _EDGE) if panel.bare else (0.58, panel.right, 0.46, _EDGE)
     across, up = wide - left - right, panel.height - bottom - top
     made: Axes = canvas.add_axes(((x + left) / size[0], (y + bottom) / size[1], across / size[0], up / size[1]))
     return made
@@ -526,6 +595,7 @@ def _style() -> Any:
         {
             "svg.fonttype": "none",
             "svg.hashsalt": "octavo",
+            "text.parse_math": False,  # a trace's name may have dollars in it
             "font.size": 9,
             "axes.titlesize": 9.5,
             "axes.spines.top": False,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from octavo.errors import RequestError
 
 MEMORY_SHARE = 0.9  # of a GPU's memory that an engine takes (vLLM's default), weights included
+MAX_POOL_SLOTS = 1 << 26  # each block of a simulated pool costs some hundred bytes of this machine's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,5 +172,10 @@ def pool_slots(gpu: GPU, model: Model, count: int = 1) -> int:
         raise RequestError(
             f"{model.label} needs {model.weight_bytes / 1e9:.1f} GB for its weights alone; {MEMORY_SHARE:.0%} of "
             f"{count} × {gpu.label} is {memory / 1e9:.1f} GB. More GPUs, or larger ones, would work."
+        )
+    if slots > MAX_POOL_SLOTS:
+        raise RequestError(
+            f"{count} × {gpu.label} has room for {slots:,} tokens of {model.label}; at most {MAX_POOL_SLOTS:,} can be "
+            "simulated. Fewer GPUs would work."
         )
     return slots

@@ -6,9 +6,12 @@ The same seed, commit and work give the same simulated file, byte for byte: noth
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.errors import RequestError
 
@@ -114,31 +117,107 @@ class Result:
 
 
 def save(result: Result, path: Path) -> None:
-    """Write a result; the same one always gives the same bytes."""
+    """Write a result, whole or not at all; the same one always gives the same bytes."""
     text = json.dumps(asdict(result), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load(path: Path) -> Result:
-    """Read a result. Raises RequestError, naming the file, for one that is none."""
+    """Read a result. Raises RequestError, naming the file and the place in it, for one that is none."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data.get("format") != FORMAT:
-            raise RequestError(f"{path} has the format {data.get('format')!r}; this version reads {FORMAT}.")
-        runs = [_run(run) for run in data.pop("runs")]
-        sweeps = [Sweep(**sweep) for sweep in data.pop("sweeps")]
-        return Result(**data, runs=runs, sweeps=sweeps)
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair can be escaped in JSON, not shown
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, RequestError):
-            raise
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path} is no result of octavo lab: it is not JSON ({error}).") from None
+    if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
+        raise RequestError(f"{path} has the format {data['format']!r}; this version reads {FORMAT}.")
+    try:
+        result: Result = _made(Result, data, "")
+        _check(result)
+    except _DamagedError as error:
         raise RequestError(f"{path} is no result of octavo lab: {error}.") from None
+    return result
 
 
-def _run(data: dict[str, Any]) -> Run:
-    summary = data.pop("summary")
-    ttft, tpot = Percentiles(**summary.pop("ttft")), Percentiles(**summary.pop("tpot"))
-    pieces = [Piece(**piece) for piece in data.pop("map")]
-    series = Series(**data.pop("series"))
-    return Run(**data, summary=Summary(**summary, ttft=ttft, tpot=tpot), series=series, map=pieces)
+# --- what is read from a file, which anybody may have written --------------------------------------------------------
+
+
+class _DamagedError(Exception):
+    """Where in the file something is not what it must be."""
+
+
+def _made(kind: Any, value: Any, where: str) -> Any:
+    """The value as `kind`, a type that one of the classes above names. Raises _DamagedError."""
+    if is_dataclass(kind):
+        return _object(kind, value, where)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise _DamagedError(f"{where} is {_shown(value)}; it must be {' or '.join(map(repr, arguments))}")
+    if origin is UnionType:  # a figure or none
+        return None if value is None else _made(arguments[0], value, where)
+    if kind is float and type(value) in (int, float) and abs(value) < math.inf:
+        return value
+    if kind is not float and type(value) is (origin or kind):
+        if origin is list and arguments[0] in (int, float):  # long ones: only a wrong one needs its place
+            wanted = (int, float) if arguments[0] is float else (int,)
+            if all(type(one) in wanted and abs(one) < math.inf for one in value):
+                return value
+        if origin is list:
+            return [_made(arguments[0], one, f"{where}[{place}]") for place, one in enumerate(value)]
+        if origin is dict and arguments[1] is not Any:
+            return {name: _made(arguments[1], one, f"{where}.{name}") for name, one in value.items()}
+        return value
+    raise _DamagedError(f"{where} is {_shown(value)}; it must be {_WORDS[origin or kind]}")
+
+
+_WORDS = {int: "a whole number", float: "a finite number", str: "text", dict: "an object", list: "a list"}
+
+
+def _object(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise _DamagedError(f"{where or 'it'} is {_shown(value)}; it must be an object")
+    types, before = _types(kind), f"{where}." if where else ""
+    for name in value:
+        if name not in types:
+            raise _DamagedError(f"there is no {before}{name} in this format")
+    for one in fields(kind):
+        if one.name not in value and one.default is MISSING and one.default_factory is MISSING:
+            raise _DamagedError(f"{before}{one.name} is missing")
+    return kind(**{name: _made(types[name], one, f"{before}{name}") for name, one in value.items()})
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check(result: Result) -> None:
+    """What the types do not say, and figures rely on."""
+    if result.pool_slots < 1:
+        raise _DamagedError(f"pool_slots is {result.pool_slots}; it must be at least 1")
+    if type(result.model.get("token_bytes", 0)) is not int:
+        raise _DamagedError(f"model.token_bytes is {_shown(result.model['token_bytes'])}; it must be a whole number")
+    for place, run in enumerate(result.runs):
+        if not run.rate > 0:
+            raise _DamagedError(f"runs[{place}].rate is {run.rate}; it must be above 0")
+        if len({len(values) for values in asdict(run.series).values()}) > 1:
+            raise _DamagedError(f"runs[{place}].series has lists of different lengths")
+        if any(piece.slots < 0 for piece in run.map) or sum(piece.slots for piece in run.map) > result.pool_slots:
+            raise _DamagedError(f"runs[{place}].map does not share out the pool's {result.pool_slots:,} slots")
+    for place, sweep in enumerate(result.sweeps):
+        if any(len(values) != len(sweep.x) for values in sweep.series.values()):
+            raise _DamagedError(f"sweeps[{place}] has lists of different lengths")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

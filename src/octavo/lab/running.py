@@ -121,6 +121,7 @@ class Runner(ABC):
     def leave(self, request: Request) -> None:
         """The request is over; where nothing outlives a step, its answer's next token is the next request."""
         line = self.ledger.lines.pop(request)
+        line.asked.others = list  # managers keep what they were told: with it, every request and its tokens
         story, length = line.story, line.length
         if length < line.end and not story.rejected:
             following = Line(story, one_token(line.asked.place, length), line.end, length + 1, length - 1)

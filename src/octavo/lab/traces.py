@@ -64,18 +64,29 @@ def read(path: str | Path, *, limit: int | None = None, seconds: float | None = 
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise RequestError(f"seconds is {seconds}; it must be above 0, or None for the whole trace.")
     try:
-        with path.open("rb") as file:
-            rows = _read_rows(path, file)
+        with path.open("rb") as opened:
+            rows = _read_rows(path, opened)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}.") from None
     if not rows:
         raise RequestError(f"{path} has no requests; a line for each is needed, with {_wanted()}.")
+    _require_one_clock(path, rows)
     rows.sort(key=lambda row: row.at)  # stable: logs are written as requests end, or by several writers
     first = rows[0].at
     kept = rows if seconds is None else [row for row in rows if row.at - first < seconds * _SECOND]
     numbers = _Numbers()
     arrivals = tuple(_arrival(row, first, numbers) for row in kept[:limit])
-    return Work(path.stem, _SOURCES.get(path.stem, path.name), arrivals)
+    name, file = (text.encode(errors="replace").decode() for text in (path.stem, path.name))  # names need not be UTF-8
+    return Work(name, _SOURCES.get(name, file), arrivals)
+
+
+def _require_one_clock(path: Path, rows: list[_Row]) -> None:
+    """Dates count from the year 1, numbers from 0: between them lie two thousand years of nothing."""
+    if len({row.dated for row in rows}) > 1:
+        dated = sum(row.dated for row in rows)
+        raise RequestError(
+            f"{path} tells {dated:,} times as a date and {len(rows) - dated:,} as a number; one of the two would work."
+        )
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -109,6 +120,9 @@ def _wanted() -> str:
 def _names(found: list[str], where: str) -> _Names:
     for names in _KNOWN:
         if set(names.all) <= set(found):
+            for name in names.all:
+                if found.count(name) > 1:
+                    raise RequestError(f"{where}: there are {found.count(name)} columns {name}; one would work.")
             return names
     shown = ", ".join(repr(name[:40]) for name in found[:8]) or "nothing"
     raise RequestError(f"{where}: the columns are {shown}; {_wanted()} would work.")
@@ -119,6 +133,7 @@ class _Row:
     """A request as the file tells of it."""
 
     at: int  # nanoseconds, from wherever the file counts
+    dated: bool  # it is a date and time, not a number
     prompt_tokens: int
     output_tokens: int
     max_tokens: int | None
@@ -137,8 +152,10 @@ def _row(values: dict[str, Any], names: _Names, where: str) -> _Row:
                 "leave it empty where it is not known."
             )
     ids = values.get("hash_ids")
+    at, dated = _time(values.get(names.time), names, where)
     return _Row(
-        at=_time(values.get(names.time), names, where),
+        at=at,
+        dated=dated,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         max_tokens=max_tokens,
@@ -169,8 +186,10 @@ def _whole(value: object) -> int | None:
     return None
 
 
-def _time(value: object, names: _Names, where: str) -> int:
+def _time(value: object, names: _Names, where: str) -> tuple[int, bool]:
+    """Nanoseconds, and whether they are of a date."""
     stamp = _date(value.strip()) if isinstance(value, str) else None
+    dated = stamp is not None
     if stamp is None:
         stamp = _nanoseconds(value, names.nanoseconds)
     if stamp is None:
@@ -178,7 +197,7 @@ def _time(value: object, names: _Names, where: str) -> int:
             f"{where}, column {names.time}: {_shown(value)} is no time; {names.unit} from 0 on, "
             "or a date and time like 2023-11-16 18:15:46.68, would work."
         )
-    return stamp
+    return stamp, dated
 
 
 def _nanoseconds(value: object, unit: int) -> int | None:
