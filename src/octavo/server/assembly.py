@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from octavo.outputs import RequestOutput
-from octavo.server.streaming import DONE, event
+from octavo.server.streaming import DONE, encoded, event
 
 Json = dict[str, Any]
 Deltas = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -61,12 +61,14 @@ async def chunks(
 
     With `last`, a chunk without choices that has it as its `usage` comes at the end; all others have null.
     """
-    nothing: Json = {} if last is None else {"usage": None}
+    # What is the same in all of them is encoded once: this goes round for every token of every client.
+    begin = b"data: " + encoded(named)[:-1] + b',"choices":['
+    end = b"]}\n\n" if last is None else b'],"usage":null}\n\n'
     async with aclosing(deltas) as stream:
         async for place, output in stream:
             usage.note(place, output)
             if found := choices(place, output):
-                yield b"".join([event({**named, "choices": [choice], **nothing}) for choice in found])
+                yield b"".join([begin + encoded(choice) + end for choice in found])
     if last is not None:
         yield event({**named, "choices": [], "usage": last()})
     yield DONE

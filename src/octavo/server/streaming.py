@@ -20,11 +20,17 @@ from octavo.server.errors import ClientGone, from_exception
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps would make one each time
 
 
 def event(data: Any) -> bytes:
     """One event that holds JSON."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + encoded(data) + b"\n\n"
+
+
+def encoded(data: Any) -> bytes:
+    """JSON, as short as it can be."""
+    return _encode(data).encode("utf-8", "replace")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
