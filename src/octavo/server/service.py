@@ -9,27 +9,28 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from octavo.async_llm import AsyncLLM
 from octavo.engine.engine import Engine
 from octavo.errors import OctavoError
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import Completion, RequestOutput
+from octavo.server.assembly import Deltas
 from octavo.server.errors import ApiError
 from octavo.server.jobs import Job
 from octavo.server.logs import log_finished
 from octavo.server.metrics import Metrics
+from octavo.server.race import unless
 from octavo.server.settings import ServerSettings
 
 T = TypeVar("T")
 _QUICK = 8192  # characters or tokens that are worked on at once; with more everybody would wait
 _MOST_ASIDE = 64  # longer ones that may wait, each with a body of megabytes
-Deltas: TypeAlias = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 class Admission:
@@ -147,7 +148,8 @@ class Service:
             raise ApiError(503, "The server is shutting down.", code="unavailable", headers={"Retry-After": "5"})
         with self._entered(job), self._deadline(job) as deadline:
             async with contextlib.aclosing(self._all_deltas(job)) as deltas:
-                place, output = await deadline.before(anext(deltas))
+                # Until the first is there the engine may not know of the job, and could not end it.
+                place, output = await unless(deadline.over.wait(), anext(deltas), deadline.error)
                 yield place, _checked(output, deadline)
                 async for place, output in deltas:
                     yield place, _checked(output, deadline)
@@ -282,19 +284,6 @@ class _Deadline:
     draining: asyncio.Event
     expired: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def before(self, first: Awaitable[T]) -> T:
-        """What comes first of a job, if it comes in time: until then the engine may not know of it, and end it."""
-        coming, ending = asyncio.ensure_future(first), asyncio.ensure_future(self.over.wait())
-        try:
-            await asyncio.wait({coming, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                raise self.error()
-            return coming.result()
-        finally:
-            for task in (coming, ending):
-                task.cancel()
-            await asyncio.gather(coming, ending, return_exceptions=True)
 
     def error(self) -> ApiError:
         """What a job is told that was ended from elsewhere."""

@@ -5,7 +5,6 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable
@@ -16,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.server.errors import ClientGone, from_exception
+from octavo.server.race import unless
 
 T = TypeVar("T")
 
@@ -35,21 +35,7 @@ def encoded(data: Any) -> bytes:
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled if the client leaves meanwhile. Raises ClientGone then."""
-    return await _unless_gone(request.receive, work)
-
-
-async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        with contextlib.suppress(BaseException):
-            await asyncio.gather(working, leaving, return_exceptions=True)
+    return await unless(_left(request.receive), work, ClientGone)
 
 
 async def _left(receive: Receive) -> None:
@@ -62,21 +48,22 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         self.background = None
         self.status_code = 200
-        self._events = events
+        self._first, self._rest = first, rest
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientGone):
-            await _unless_gone(receive, self._send_all(send))
+            await unless(_left(receive), self._send_all(send), ClientGone)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with contextlib.aclosing(self._events) as events:
-                async for data in events:
+            async with contextlib.aclosing(self._rest) as rest:
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+                async for data in rest:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             data = event(from_exception(error).body()) + DONE
@@ -87,15 +74,7 @@ class EventStream(Response):
 async def begun(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
     """The stream, once its first event is there: until then a failure is an HTTP error with a status of its own."""
     try:
-        first = await unless_gone(request, anext(events))
+        return EventStream(await unless_gone(request, anext(events)), events)
     except BaseException:
         await events.aclose()
         raise
-
-    async def all_events() -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(events):
-            yield first
-            async for data in events:
-                yield data
-
-    return EventStream(all_events())
