@@ -236,20 +236,22 @@ def test_what_does_not_exist_is_said_so() -> None:
 
 
 async def messages(toy: ToyServer, during: Any) -> list[tuple[str, Any]]:
-    """The messages of the event stream while `during` runs, and until nothing runs any more."""
+    """The messages of the event stream: a first one, those while `during` runs, and until nothing runs any more."""
     found: list[tuple[str, Any]] = []
     async with (
         httpx.AsyncClient(base_url=toy.url, timeout=20) as client,
         client.stream("GET", "/memory/events") as response,
     ):
-        task = asyncio.create_task(during(client))
-        event = ""
+        task, event = None, ""
         async for line in response.aiter_lines():
             event = line[7:] if line.startswith("event: ") else event
             if line.startswith("data: "):
                 found.append((event, json.loads(line[6:])))
-                if task.done() and not found[-1][1]["figures"]["running"]:
+                if task is None:  # the snapshot: what happened before it is in it, and not told as events
+                    task = asyncio.create_task(during(client))
+                elif task.done() and not found[-1][1]["figures"]["running"]:
                     break
+        assert task is not None
         await task
     return found
 
