@@ -7,13 +7,14 @@ import subprocess
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from octavo.lab import study
-from octavo.lab.results import Result, load, save
-from tests.lab.synthetic import synthetic
+from octavo.lab.results import Result, Run, load, save
+from tests.lab.synthetic import POOL, synthetic
 
 from .conftest import Octavo
 
@@ -83,7 +84,7 @@ class TestSimulate:
             (("--rates", "inf"), "each above 0 and finite"),
             (("--seed", str(2**63)), "Invalid value for '--seed'"),
             (("--gpus", "1000000"), "Fewer GPUs would work"),
-            (("--model", "llama-3.1-70b"), "More GPUs"),
+            (("--model", "llama-3.1-70b"), "needs 131.4 GiB for its weights alone"),
         ],
     )
     def test_what_cannot_be_simulated_is_said_in_a_sentence(
@@ -234,15 +235,77 @@ class TestReport:
 class TestRun:
     @drawing
     def test_the_real_engine(self, octavo: Octavo, tmp_path: Path, smollm2_path: Path) -> None:
-        flags = ("--strategy", "max", "--strategy", "paged", "--rates", "8", "--slots", "2048", "--context", "1024")
+        flags = (
+            "--strategy",
+            "max",
+            "--strategy",
+            "paged",
+            "--rates",
+            "8",
+            "--slots",
+            "2048",
+            "--context",
+            "1024",
+            "--rounds",
+            "1",
+        )
         few = ("--requests", "3", "--model", str(smollm2_path), "--out", str(tmp_path / "lab"))
         ran = octavo("lab", "run", *few, *flags)
         assert ran.code == 0, ran.err
-        result = load(tmp_path / "lab" / "poisson-executed.json")
+        result = load(tmp_path / "lab" / "questions-executed.json")
         assert [run.strategy for run in result.runs] == ["max", "paged"]
         assert result.machine["cores"] >= 1
         assert result.machine["memory"] > 2**28
         assert (tmp_path / "lab" / "report.html").exists()
+
+    @drawing
+    def test_the_highest_load_is_run_in_rounds_and_strategies_in_turns(
+        self, octavo: Octavo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ran: list[tuple[str, float]] = []
+        throughputs = iter([1.0, 10.0, 10.0, 2.0, 20.0, 5.0, 50.0, 3.0, 30.0])
+
+        def execute(work: Any, strategy: str, *, rate: float, **_: Any) -> Run:
+            ran.append((strategy, rate))
+            run = next(run for run in synthetic(rates=(1.0,)).runs if run.strategy == strategy)
+            run.rate, run.summary.throughput = rate, next(throughputs)
+            return run
+
+        monkeypatch.setattr("octavo.lab.execute.execute", execute)
+        monkeypatch.setattr("octavo.llm.LLM", FakeLLM)
+        flags = (
+            "--strategy",
+            "max",
+            "--strategy",
+            "paged",
+            "--rates",
+            "2,1000",
+            "--requests",
+            "3",
+            "--slots",
+            str(POOL),
+        )
+        assert octavo("lab", "run", *flags, "--out", str(tmp_path / "lab")).code == 0
+        turn = [("max", 1000.0), ("paged", 1000.0)]
+        assert ran == [("max", study.FASTEST), ("max", 2.0), ("paged", 2.0), *turn, *turn, *turn]
+        result = load(tmp_path / "lab" / "questions-executed.json")
+        figures = [(run.strategy, run.rate, run.summary.throughput, run.repeats) for run in result.runs]
+        assert figures == [
+            ("max", 2.0, 10.0, []),
+            ("max", 1000.0, 3.0, [2.0, 5.0, 3.0]),
+            ("paged", 2.0, 10.0, []),
+            ("paged", 1000.0, 30.0, [20.0, 50.0, 30.0]),
+        ]
+
+    def test_no_rounds_at_all(self, octavo: Octavo) -> None:
+        assert octavo("lab", "run", "--rounds", "0").code == 2
+
+
+class FakeLLM:
+    """An engine that tells its size."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.engine = SimpleNamespace(block_bytes=160, config=SimpleNamespace(block_size=16))
 
 
 def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def _run(draw: random.Random, rate: float, name: str, label: str, used: float, i
         seconds=200 / rate, throughput=fit * 21 * busy,
         ttft=Percentiles(p50=2.1 * rate / fit, p90=8.4 * rate / fit, p99=None if rate > 2 and fit < 6 else 1.9 * rate),
         tpot=Percentiles(p50=0.02 * (1 + busy), p90=0.03 * (1 + busy), p99=0.05 * (1 + busy)),
+        prompt_seconds=20 / rate, decode_seconds=180 / rate, decode_steps=1000, decode_batch=fit * busy * 0.9,
     )  # fmt: skip
     return Run(
         strategy=name, label=label, settings={}, rate=rate, summary=summary, series=series, map_time=60 / rate,

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,7 @@ class TestPage:
                 assert words in page.words
         assert claims.RULE in page.words
         assert "octavo lab simulate --strategy own --strategy paged" in page.words  # what nobody ran
+        assert "at the highest load" not in page.words.split("What was claimed")[0]  # nothing was repeated
         assert page.ids.index("claims") > page.ids.index("result-2-in-flight")  # after the pictures
 
     def test_what_was_run_is_said(self, page: Page, results: list[Result]) -> None:
@@ -237,6 +239,23 @@ def _fill(result: Result, strategy: str, *, stored: float, internal: float, exte
             )  # fmt: skip
 
 
+REAL = "Tokens a second on a real engine"
+
+
+def _at_once(*, max_: float, paged: float) -> Result:
+    """An execution with these tokens a second, all of whose requests came within the first of 200 seconds."""
+    result = synthetic(kind="executed", rates=(1.0,), sweeps=False)
+    result.runs = [run for run in result.runs if run.strategy in ("max", "paged")]
+    result.work["seconds"] = 1.0
+    for run, throughput, batch, seconds in zip(result.runs, (max_, paged), (2.0, 12.0), (90.0, 180.0), strict=True):
+        run.summary = replace(
+            run.summary, throughput=throughput, decode_batch=batch, decode_seconds=seconds, prompt_seconds=20.0,
+            seconds=200.0, preemptions=0, recomputed_tokens=0,
+        )  # fmt: skip
+        run.series.waiting = [1] * len(run.series.time)
+    return result
+
+
 class TestClaims:
     @pytest.mark.parametrize(
         ("used", "verdict"),
@@ -295,6 +314,74 @@ class TestClaims:
         row = _row(result, "Requests in flight, paged against the longest")
         assert (row.verdict, "no request ever waited" in row.why) == ("no verdict", True)
 
+    def test_requests_that_come_all_at_once_need_no_further_load(self) -> None:
+        result = _at_once(max_=100.0, paged=300.0)
+        assert _row(result, "Tokens a second at most, paged against the longest").verdict == "as published"
+        result.work["seconds"] = 20.0  # of 200
+        row = _row(result, "Tokens a second at most, paged against the longest")
+        assert (row.verdict, "one load only" in row.why) == ("no verdict", True)
+        row = _row(result, REAL)
+        assert (row.verdict, "more load might give more" in row.why) == ("no verdict", True)
+
+    def test_on_the_real_engine_paging_is_judged_at_the_highest_load(self) -> None:
+        row = _row(_at_once(max_=100.0, paged=300.0), REAL)
+        assert (row.here, row.verdict) == ("3.0 × (300.0 against 100.0)", "as published")
+        assert row.why == (
+            "A step that only wrote answers wrote 12.0 of them on average instead of 2.0, and took 2.0 times as long."
+        )
+        assert _row(synthetic(), REAL).verdict == "not measured"  # a simulation is no engine
+
+    def test_rounds_and_how_far_apart_they_were_are_said(self) -> None:
+        result = _at_once(max_=100.0, paged=300.0)
+        by_name = claims.under_load(result)
+        by_name["max"].repeats, by_name["paged"].repeats = [100.0, 80.0, 110.0], [290.0, 300.0, 330.0]
+        assert _row(result, REAL).here.endswith("medians of 3 rounds, which gave 2.9 to 3.8 ×")
+
+    @pytest.mark.parametrize(
+        ("ours", "theirs", "why"),
+        [
+            (
+                {"prompt_seconds": 150.0, "decode_seconds": 50.0},
+                {"prompt_seconds": 150.0, "decode_seconds": 130.0},
+                "Steps with prompts in them took 75 % of paging's time, and no batch saves their arithmetic. The steps "
+                "that only wrote took 50.0 s with pages and 130.0 s without: 2.6 times as long.",
+            ),
+            (
+                {"decode_seconds": 180.0},
+                {"decode_seconds": 250.0},
+                "So a batch 6.0 times as large saved little: each answer",
+            ),
+            ({"decode_batch": 3.0}, {}, "Memory let paging write only 1.5 times as many answers at once."),
+            (
+                {"decode_seconds": 180.0, "preemptions": 7, "recomputed_tokens": 1234},
+                {"decode_seconds": 250.0},
+                "Paging preempted 7 times and computed 1,234 tokens again.",
+            ),
+            ({"prompt_seconds": 20.0, "decode_seconds": 100.0}, {"decode_seconds": 120.0}, "For 40 % of the time"),
+        ],
+    )
+    def test_below_twice_the_result_says_why(self, ours: Any, theirs: Any, why: str) -> None:
+        result = _at_once(max_=100.0, paged=150.0)
+        by_name = claims.under_load(result)
+        by_name["paged"].summary = replace(by_name["paged"].summary, **ours)
+        by_name["max"].summary = replace(by_name["max"].summary, **theirs)
+        row = _row(result, REAL)
+        assert (row.here[:5], row.verdict) == ("1.5 ×", "less")
+        assert why in row.why
+
+    def test_below_twice_without_waiting_memory_was_no_bound(self) -> None:
+        result = _at_once(max_=100.0, paged=101.0)
+        by_name = claims.under_load(result)
+        by_name["paged"].summary = replace(by_name["paged"].summary, decode_batch=2.0)
+        by_name["max"].series.waiting = [0] * len(by_name["max"].series.time)
+        assert "No request ever waited" in _row(result, REAL).why
+
+    def test_a_file_of_before_tells_no_reason(self) -> None:
+        result = _at_once(max_=100.0, paged=150.0)
+        for run in result.runs:
+            run.summary = replace(run.summary, prompt_seconds=0.0, decode_seconds=0.0, decode_steps=0, decode_batch=0.0)
+        assert "tells no times of steps" in _row(result, REAL).why
+
     def test_ratios_are_taken_at_the_highest_load(self) -> None:
         result = synthetic()
         under = claims.under_load(result)
@@ -310,6 +397,16 @@ class TestClaims:
     def test_every_claim_names_its_source(self) -> None:
         for row in claims.rows([synthetic()]):
             assert re.search(r"§|fig\.|abstract", row.source)
+
+
+def test_what_was_repeated_is_said_and_commands_name_what_is_missing(tmp_path: Path) -> None:
+    result = _at_once(max_=100.0, paged=300.0)
+    result.runs[0].repeats = result.runs[1].repeats = [1.0, 2.0, 3.0]
+    words = Page(report.write([result], tmp_path / "a.html")[0].read_text(encoding="utf-8")).words
+    assert "at the highest load, 3 times in turns" in words
+    assert "octavo lab run" not in words
+    words = Page(report.write([synthetic(rates=(1.0,))], tmp_path / "b.html")[0].read_text(encoding="utf-8")).words
+    assert "octavo lab run --strategy max --strategy paged" in words
 
 
 def test_a_rejection_stands_beside_the_name(tmp_path: Path) -> None:

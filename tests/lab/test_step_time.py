@@ -174,7 +174,7 @@ class TestHardware:
         assert hardware.pool_slots(hardware.GPUS["cpu"], hardware.MODELS["smollm2"]) == 2**30 // 23_040
 
     def test_what_cannot_be(self) -> None:
-        with pytest.raises(RequestError, match=r"25\.7 GB for its weights.*21\.7 GB"):
+        with pytest.raises(RequestError, match=r"23\.9 GiB for its weights.*20\.2 GiB"):
             hardware.pool_slots(hardware.GPUS["l4"], hardware.MODELS["opt-13b"])
         with pytest.raises(RequestError, match="at least 1 GPU"):
             hardware.pool_slots(hardware.GPUS["l4"], hardware.MODELS["opt-13b"], 0)

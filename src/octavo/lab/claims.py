@@ -7,10 +7,10 @@ comparison is judged only where both sides answered as many requests, and where 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from octavo.lab.results import Result, Run
+from octavo.lab.results import Result, Run, Summary
 
 Verdict = Literal["as published", "near", "partly", "more", "less", "no verdict", "not measured"]
 
@@ -20,7 +20,8 @@ FLAT = 1.05  # a step of load that raises throughput by less has reached the mos
 RULE = (
     "“As published”: within the published range itself, to the digits shown. “Near”: within ± 10 % of its ends. "
     "“Partly”: only some of the values are. Else “less” or “more”. Ratios are judged only where both sides answered "
-    "equally many requests, and throughput only where the last step of load raised it by less than 5 % on both."
+    "equally many requests, and throughput only where more load would give less than 5 % more on both: the last step "
+    "of load gave less, or the requests came so soon that to come all at once would."
 )
 
 
@@ -36,6 +37,7 @@ class Row:
     verdict: Verdict
     why: str  # what the result says of the difference, or why there is no verdict; may be ""
     needs: tuple[str, ...]  # strategies that it takes
+    command: str  # of octavo lab, that measures it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class _Found:
     high: float
     words: str
     unfit: str = ""
+    why: str = ""  # what the result says of where the figure comes from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,7 @@ class _Claim:
     needs: tuple[str, ...]
     made_up: str = ""  # what it is measured on, where that is not the result's work
     setup: str = ""  # how that was made
+    command: str = "simulate"
 
 
 def rows(results: Sequence[Result]) -> list[Row]:
@@ -86,8 +90,9 @@ def _row(claim: _Claim, result: Result, found: _Found) -> Row:
         published=claim.published,
         source=f"{PAPER}, {claim.section}",
         verdict=verdict,
-        why=found.unfit or claim.setup,
+        why=found.unfit or found.why or claim.setup,
         needs=claim.needs,
+        command=claim.command,
     )
 
 
@@ -113,6 +118,7 @@ def _unmeasured(claim: _Claim) -> Row:
         verdict="not measured",
         why="",
         needs=claim.needs,
+        command=claim.command,
     )
 
 
@@ -198,10 +204,29 @@ def _throughput_against(than: str) -> Callable[[Result], _Found | None]:
         if not all(curves):
             return None
         paged, other = (max(curve, key=lambda run: run.summary.throughput) for curve in curves)
-        unfit = _unequal(paged, other) or " ".join(filter(None, map(_rising, curves)))
+        unfit = _unequal(paged, other) or " ".join(filter(None, (_rising(curve, result) for curve in curves)))
         return _ratio(paged.summary.throughput, other.summary.throughput, unfit)
 
     return find
+
+
+def _on_the_engine(result: Result) -> _Found | None:
+    """How many times as many tokens a second paging makes on the real engine, at the highest load, and why."""
+    runs = under_load(result)
+    if result.kind != "executed" or not {"paged", "max"} <= set(runs):
+        return None
+    paged, other = runs["paged"], runs["max"]
+    unfit = _unequal(paged, other) or " ".join(filter(None, (_unsaturated(run, result) for run in (paged, other))))
+    found = _ratio(paged.summary.throughput, other.summary.throughput, unfit)
+    return found and replace(found, words=f"{found.words}{_in_rounds(paged, other)}", why=_explained(paged, other))
+
+
+def _in_rounds(paged: Run, other: Run) -> str:
+    """The least and the most of the ratios of runs that followed one another."""
+    if not paged.repeats or len(paged.repeats) != len(other.repeats) or min(other.repeats) <= 0:
+        return ""
+    ratios = sorted(ours / theirs for ours, theirs in zip(paged.repeats, other.repeats, strict=True))
+    return f"; medians of {len(ratios)} rounds, which gave {ratios[0]:.1f} to {ratios[-1]:.1f} ×"
 
 
 def _unequal(paged: Run, other: Run) -> str:
@@ -218,9 +243,19 @@ def _unpressed(run: Run) -> str:
     return "" if any(run.series.waiting) else f"{run.label}: no request ever waited, so memory was no bound."
 
 
-def _rising(curve: Sequence[Run]) -> str:
+def _unsaturated(run: Run, result: Result) -> str:
+    """Why more load might give more: the run took no time but from the last arrival on, were all to come at once."""
+    span = result.work.get("seconds")
+    if isinstance(span, int | float) and FLAT * (run.summary.seconds - span / run.rate) >= run.summary.seconds:
+        return ""
+    return f"{run.label}: requests came for so much of the time that more load might give more."
+
+
+def _rising(curve: Sequence[Run], result: Result) -> str:
     """Why the best of a strategy's loads may not be the most that it can do; "" where the curve has flattened."""
     label = curve[-1].label
+    if not _unsaturated(curve[-1], result):
+        return ""
     if len(curve) < 2:
         return f"{label}: one load only, which does not show the most it can do."
     before, last = (run.summary.throughput for run in curve[-2:])
@@ -256,6 +291,63 @@ def _saved(name: str, data: str) -> Callable[[Result], _Found | None]:
 
 
 # What a result says of a difference: only what can be read from it.
+
+ENOUGH = 2.0  # times the throughput: what is expected of paging at the least
+NOTABLE = 0.25  # of the time: what prompts must take to be named as a reason
+
+
+def _explained(paged: Run, other: Run) -> str:
+    """Where the ratio of two runs' throughput comes from, and if it is below what is expected, what holds it there."""
+    ours, theirs = paged.summary, other.summary
+    if not (ours.decode_steps and theirs.decode_steps):
+        return "Its file tells no times of steps, and so not why."
+    step, before = (summary.decode_seconds / summary.decode_steps for summary in (ours, theirs))
+    words = (
+        f"A step that only wrote answers wrote {ours.decode_batch:.1f} of them on average instead of "
+        f"{theirs.decode_batch:.1f}, and took {step / before:.1f} times as long."
+    )
+    if ours.throughput >= ENOUGH * theirs.throughput:
+        return words
+    return " ".join(filter(None, (words, _held_back(paged, other), _undone(ours), _idle(ours))))
+
+
+def _held_back(paged: Run, other: Run) -> str:
+    """What keeps the ratio low: prompts, whose part does not shrink, or that writing became little quicker."""
+    ours, theirs = paged.summary, other.summary
+    share = ours.prompt_seconds / (ours.prompt_seconds + ours.decode_seconds)
+    writing = theirs.decode_seconds / ours.decode_seconds
+    words = (
+        f"The steps that only wrote took {ours.decode_seconds:.1f} s with pages and {theirs.decode_seconds:.1f} s "
+        f"without: {writing:.1f} times as long."
+    )
+    if share >= NOTABLE:
+        words = (
+            f"Steps with prompts in them took {100 * share:.0f} % of paging's time, and no batch saves their "
+            f"arithmetic. {words}"
+        )
+    return words if writing >= ENOUGH else f"{words} {_written_slowly(paged, other)}"
+
+
+def _written_slowly(paged: Run, other: Run) -> str:
+    """Why writing is not so much quicker as is expected."""
+    batch = paged.summary.decode_batch / other.summary.decode_batch
+    if batch >= ENOUGH:
+        return f"So a batch {batch:.1f} times as large saved little: each answer in it costs arithmetic of its own."
+    if not any(other.series.waiting):
+        return f"No request ever waited under {other.label}, so its memory was no bound."
+    return f"Memory let paging write only {batch:.1f} times as many answers at once."
+
+
+def _undone(ours: Summary) -> str:
+    if not ours.preemptions:
+        return ""
+    return f"Paging preempted {ours.preemptions:,} times and computed {ours.recomputed_tokens:,} tokens again."
+
+
+def _idle(ours: Summary) -> str:
+    """Said where it is more than a tenth of the time."""
+    idle = 1 - (ours.prompt_seconds + ours.decode_seconds) / ours.seconds if ours.seconds else 0.0
+    return f"For {100 * idle:.0f} % of the time there was nothing to do under paging." if idle > 0.1 else ""
 
 
 def _lengths(result: Result) -> str:
@@ -326,6 +418,19 @@ def _sharing(claim: str, published: tuple[float, float], section: str, sweep: st
     )
 
 
+def _real() -> _Claim:
+    return _Claim(
+        claim="Tokens a second on a real engine, everything at once, paged against the longest sequence reserved",
+        published="2–4 ×",
+        section="abstract, against FasterTransformer and Orca at the same latency",
+        low=2.0,
+        high=4.0,
+        find=_on_the_engine,
+        needs=("paged", "max"),
+        command="run",
+    )
+
+
 _MOST = "Tokens a second at most, paged against"
 _ORCAS = "§6.2 and fig. 13a (OPT-13B, ShareGPT)"
 _CLAIMS = (
@@ -354,6 +459,7 @@ _CLAIMS = (
         "max",
         _throughput_against("max"),
     ),
+    _real(),
     _against(
         f"{_MOST} the right length reserved",
         (1.7, 2.7),

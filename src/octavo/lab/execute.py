@@ -101,7 +101,7 @@ class Execution(Runner):
     def _watch(self, record: StepRecord) -> None:
         self.count(record.plan)
         if self._moment is not None:
-            self.ledger.note(self._moment, self.now(), record.seconds)
+            self.ledger.note(self._moment, record.plan, self.now(), record.seconds)
             self._moment = None
         for request in record.touched:
             if request.started:

@@ -170,8 +170,8 @@ def pool_slots(gpu: GPU, model: Model, count: int = 1) -> int:
     slots = (memory - model.weight_bytes) // model.token_bytes
     if slots < 1:
         raise RequestError(
-            f"{model.label} needs {model.weight_bytes / 1e9:.1f} GB for its weights alone; {MEMORY_SHARE:.0%} of "
-            f"{count} × {gpu.label} is {memory / 1e9:.1f} GB. More GPUs, or larger ones, would work."
+            f"{model.label} needs {model.weight_bytes / 2**30:.1f} GiB for its weights alone; {MEMORY_SHARE:.0%} of "
+            f"{count} × {gpu.label} is {memory / 2**30:.1f} GiB. More GPUs, or larger ones, would work."
         )
     if slots > MAX_POOL_SLOTS:
         raise RequestError(

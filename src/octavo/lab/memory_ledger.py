@@ -78,6 +78,8 @@ class Ledger:
         self.copied_bytes = 0
         self.preemptions = 0
         self.recomputed_tokens = 0
+        self.prompt_seconds = self.decode_seconds = 0.0  # of steps with prompt tokens, and of those without
+        self.decode_steps = self.decoded = 0  # steps without prompt tokens, and sequences in them
         self._slots = manager.pool.num_blocks * manager.block_size
         self._ends, self._seconds, self._moments = array("d"), array("d"), array("q")
 
@@ -111,8 +113,14 @@ class Ledger:
         if story.first is None:
             story.first, story.cached_tokens = now, request.cached_tokens
 
-    def note(self, moment: Moment, end: float, seconds: float) -> None:
-        """A step with this memory took so long and ended then."""
+    def note(self, moment: Moment, plan: StepPlan, end: float, seconds: float) -> None:
+        """This step, with this memory, took so long and ended then."""
+        if len(plan.sequences) > plan.num_decodes:
+            self.prompt_seconds += seconds
+        else:
+            self.decode_seconds += seconds
+            self.decode_steps += 1
+            self.decoded += plan.num_decodes
         self._ends.append(end)
         self._seconds.append(seconds)
         self._moments.extend(moment)
@@ -171,6 +179,10 @@ class Ledger:
             throughput=answered / seconds if seconds > 0 else 0.0,
             ttft=_percentiles([story.first - story.at for story in done if story.first is not None]),
             tpot=_percentiles([tpot for story in done if (tpot := _tpot(story)) is not None]),
+            prompt_seconds=self.prompt_seconds,
+            decode_seconds=self.decode_seconds,
+            decode_steps=self.decode_steps,
+            decode_batch=self.decoded / self.decode_steps if self.decode_steps else 0.0,
         )
 
 

@@ -104,11 +104,14 @@ def _page(chapters: Sequence[Chapter], results: Sequence[Result]) -> str:
     )
 
 
-def _unmeasured(rows: Sequence[claims.Row]) -> tuple[list[str], str]:
-    """The claims that no result says anything about, and a command whose results would."""
+def _unmeasured(rows: Sequence[claims.Row]) -> tuple[list[str], list[str]]:
+    """The claims that no result says anything about, and commands whose results would."""
     missing = [row for row in rows if row.verdict == "not measured"]
-    needed = sorted({name for row in missing for name in row.needs})
-    return [row.claim for row in missing], " ".join(["octavo lab simulate", *(f"--strategy {n}" for n in needed)])
+    commands = []
+    for command in sorted({row.command for row in missing}):
+        needed = sorted({name for row in missing if row.command == command for name in row.needs})
+        commands.append(" ".join([f"octavo lab {command}", *(f"--strategy {name}" for name in needed)]))
+    return [row.claim for row in missing], commands
 
 
 def _colours() -> str:
@@ -157,9 +160,15 @@ def _facts(result: Result) -> list[tuple[str, str]]:
         ("model", _model(result.model)),
         ("machine", _machine(result.machine)),
         ("KV memory", _pool(result)),
+        ("repeated", _repeated(result)),
         *_step_time(result.step_time),
     ]
     return [(name, words) for name, words in facts if words]
+
+
+def _repeated(result: Result) -> str:
+    times = max((len(run.repeats) for run in result.runs), default=0)
+    return f"at the highest load, {times} times in turns: shown is the run of the median throughput" if times else ""
 
 
 def _work(work: dict[str, Any]) -> str:
@@ -287,16 +296,29 @@ _SECOND: Columns = (
     ("fit at once", lambda run: f"{run.summary.fit_at_once:,}"),
     ("first token, p99", lambda run: seconds(run.summary.ttft.p99)),
     ("per token, p50", lambda run: seconds(run.summary.tpot.p50)),
+    ("per token, p90", lambda run: seconds(run.summary.tpot.p90)),
     ("per token, p99", lambda run: seconds(run.summary.tpot.p99)),
+    ("answers a step", lambda run: f"{run.summary.decode_batch:,.1f}" if run.summary.decode_steps else ""),
+    ("time on prompts", lambda run: _on_prompts(run)),
     ("failed by holes", lambda run: f"{run.summary.fragmented_failures:,}"),
     ("copied", lambda run: size(run.summary.copied_bytes)),
     ("recomputed, tokens", lambda run: f"{run.summary.recomputed_tokens:,}"),
     ("found cached, tokens", lambda run: f"{run.summary.cached_tokens:,}"),
 )
+
+
+def _on_prompts(run: Run) -> str:
+    """ "" for a run whose file does not tell."""
+    busy = run.summary.prompt_seconds + run.summary.decode_seconds
+    return f"{100 * run.summary.prompt_seconds / busy:.0f} %" if busy else ""
+
+
 _TABLES = (("", _FIRST), ("The rest of its figures", _SECOND))
 _NOTES = (
     ("rejected", "Rejected: requests that could never fit, of all; what is beside it is about the others only."),
     ("utilised", "Utilised: tokens stored ÷ slots held, over the time that requests were in flight."),
     ("fit at once", "Fit at once: requests in flight when first one had to wait for memory; all, if none had to."),
+    ("answers a step", "Answers a step: sequences that wrote in a step without prompts, on average."),
+    ("time on prompts", "Time on prompts: share of the steps' time in those that computed prompts, also or only."),
     ("failed by holes", "Failed by holes: admissions and growths that failed though enough was free in total."),
 )

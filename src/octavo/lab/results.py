@@ -50,6 +50,11 @@ class Summary:
     throughput: float  # answer tokens a second
     ttft: Percentiles
     tpot: Percentiles  # seconds an answer token after the first
+    # Where the engine's time went; files of before have none of these.
+    prompt_seconds: float = 0.0  # in steps that computed prompt tokens
+    decode_seconds: float = 0.0  # in all others
+    decode_steps: int = 0  # those others
+    decode_batch: float = 0.0  # sequences in one of them, on average
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +92,8 @@ class Run:
     series: Series
     map_time: float  # of the memory map, the same for all strategies of a file
     map: list[Piece]
+    repeats: list[float] = field(default_factory=list)  # throughput of each time it was run, if more than once; this
+    # is the run of their median
 
 
 @dataclass(slots=True, kw_only=True)

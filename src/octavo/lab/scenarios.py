@@ -125,7 +125,26 @@ def poisson(seed: int, *, requests: int = 400, rate: float = 4.0) -> Work:
     )
 
 
+def questions(seed: int, *, requests: int = 400, rate: float = 1.0) -> Work:
+    """Short questions, as to a small assistant: answers of a sentence to a page, of which nobody knows which comes.
+
+    Writing answers takes nearly all the time, as with chats on large models; so on a few cores, too, it is the batch
+    that makes an engine fast.
+    """
+    _at_least_one(requests=requests)
+    draw = _Draw(seed, rate)
+    return _work(
+        "questions",
+        f"{requests} questions of some 60 tokens, {rate:g} a second on average, with answers of 8 to 256 (seed {seed})",
+        [
+            draw.arrival((draw.segment(draw.length(60, 0.5, 128)),), max(8, draw.length(110, 0.8, 256)))
+            for _ in range(requests)
+        ],
+    )
+
+
 ALL: dict[str, Callable[[int], Work]] = {
+    "questions": questions,
     "shared-prompt": shared_prompt,
     "chat": chat,
     "samples": samples,

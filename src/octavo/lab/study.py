@@ -7,7 +7,7 @@ import platform
 import subprocess
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ class Plan:
     strategies: tuple[str, ...]
     rates: tuple[float, ...]
     seed: int
+    rounds: int = 1  # of an execution at the highest load, strategies in turns: other programs disturb a clock
     sweeps: bool = True  # also, if paging is among them, utilisation against block size and what sharing saves
 
     def __post_init__(self) -> None:
@@ -68,7 +69,8 @@ def simulated(work: Work, plan: Plan, gpu: GPU, model: Model, count: int, progre
     def run(name: str, rate: float, at: float, told: Callable[[int, int], None] | None = None) -> Run:
         return simulate(work, name, rate=rate, map_time=at, progress=told, **common)
 
-    runs = _runs(work, plan, lambda name, rate, told: run(name, rate, _map_time(work, rate), told), progress)
+    loads = [(name, rate) for name in plan.strategies for rate in _rates(name, plan)]
+    runs = _runs(work, loads, lambda name, rate, told: run(name, rate, _map_time(work, rate), told), progress)
     progress(f"{work.name}: memory maps", 1.0)
     runs = _mapped(runs, lambda name, rate, at: run(name, rate, at))
     sweeps: list[Sweep] = []
@@ -109,10 +111,16 @@ def executed(work: Work, plan: Plan, llm: LLM, name: str, slots: int, max_model_
     _require_some_fit(work, max_model_len)
     engine = llm.engine
     at = _expected_moment(work, plan, slots, max_model_len)
-    runs = _runs(work, plan, lambda strategy, rate, told: execute(
-        work, strategy, engine=engine, pool_slots=slots, max_model_len=max_model_len, seed=plan.seed, rate=rate,
-        map_time=_map_time(work, rate) if at is None else at, progress=told,
-    ), progress)  # fmt: skip
+
+    def run(strategy: str, rate: float, told: Callable[[int, int], None] | None = None, work: Work = work) -> Run:
+        return execute(
+            work, strategy, engine=engine, pool_slots=slots, max_model_len=max_model_len, seed=plan.seed, rate=rate,
+            map_time=_map_time(work, rate) if at is None else at, progress=told,
+        )  # fmt: skip
+
+    progress(f"{work.name}: warming up", 0.0)
+    run(plan.strategies[0], FASTEST, work=_shortest(work))  # or the first strategy alone would pay for cold memory
+    runs = _medians(_runs(work, _turns(plan), run, progress), plan)
     return Result(
         kind="executed",
         octavo=__version__,
@@ -140,9 +148,11 @@ def _require_some_fit(work: Work, longest: int) -> None:
 
 
 def _runs(
-    work: Work, plan: Plan, run: Callable[[str, float, Callable[[int, int], None]], Run], progress: Progress
+    work: Work,
+    loads: Sequence[tuple[str, float]],
+    run: Callable[[str, float, Callable[[int, int], None]], Run],
+    progress: Progress,
 ) -> list[Run]:
-    loads = [(name, rate) for name in plan.strategies for rate in _rates(name, plan)]
     made: list[Run] = []
     for before, (name, rate) in enumerate(loads):
         words = f"{work.name}: {strategies.ALL[name].label}, {rate:g} ×"
@@ -158,6 +168,35 @@ def _runs(
 def _rates(name: str, plan: Plan) -> tuple[float, ...]:
     """No cache is run at the highest load only: it computes all for each token, and takes as long as all others."""
     return (max(plan.rates),) if strategies.ALL[name].resubmits else plan.rates
+
+
+def _turns(plan: Plan) -> list[tuple[str, float]]:
+    """Strategy and load of every run by the real clock: strategies in turns, so that what else the machine does in a
+    while slows all of them; the highest load, which is compared, in rounds.
+    """
+    rates = sorted(plan.rates)
+    turns = [(name, rate) for rate in rates for name in plan.strategies if rate in _rates(name, plan)]
+    keeping = [(name, rates[-1]) for name in plan.strategies if not strategies.ALL[name].resubmits]
+    return turns + (plan.rounds - 1) * keeping
+
+
+def _medians(runs: Sequence[Run], plan: Plan) -> list[Run]:
+    """One run of each strategy and load, in the plan's order: of several that of the median throughput."""
+    made: list[Run] = []
+    for name in plan.strategies:
+        for rate in sorted(_rates(name, plan)):
+            same = [run for run in runs if (run.strategy, run.rate) == (name, rate)]
+            median = sorted(same, key=lambda run: run.summary.throughput)[(len(same) - 1) // 2]
+            if len(same) > 1:
+                median.repeats = [run.summary.throughput for run in same]
+            made.append(median)
+    return made
+
+
+def _shortest(work: Work) -> Work:
+    """The work's shortest request alone."""
+    shortest = min(work.arrivals, key=lambda arrival: arrival.prompt_tokens + arrival.output_tokens)
+    return Work(work.name, work.source, (replace(shortest, at=0.0),))
 
 
 def _map_time(work: Work, rate: float) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from octavo.engine.scheduler import StepPlan
 from octavo.lab.memory_ledger import Moment
 from octavo.lab.results import Sweep
-from octavo.lab.simulate import Simulation, simulate
+from octavo.lab.simulate import BEAM_SPREAD, FreshDraws, Simulation, simulate
 from octavo.lab.step_time import StepTime
 from octavo.lab.strategies import make
 from octavo.lab.work import Arrival, Work
@@ -32,7 +32,7 @@ def savings(*, samples: Iterable[int] = (), beams: Iterable[int] = (), seed: int
     """
     widths, beamed = (list(beams), True) if beams else (list(samples), False)
     series = {
-        label: [_saved(_requests(*means, width, beamed, seed), seed) for width in widths]
+        label: [saved(_requests(*means, width, beamed, seed), seed) for width in widths]
         for label, means in LENGTHS.items()
     }
     return Sweep(name="beams" if beamed else "samples", x=[float(width) for width in widths], series=series)
@@ -92,7 +92,11 @@ class _Steady(StepTime):
         return {}
 
 
-def _saved(work: Work, seed: int) -> float:
+def saved(work: Work, seed: int, beam_spread: float = BEAM_SPREAD) -> float:
+    """The share of blocks that sequences of the work, all at once, save by sharing, over all steps.
+
+    beam_spread: standard deviation of the made-up logits that say which beams go on
+    """
     most = sum(arrival.sequences * (arrival.prompt_tokens + arrival.output_tokens + 32) for arrival in work.arrivals)
     simulation = _Counting(
         work,
@@ -102,6 +106,7 @@ def _saved(work: Work, seed: int) -> float:
         step_time=_Steady(),
         token_bytes=1,
         seed=seed,
+        draws=FreshDraws(seed, beam_spread),
         sequence_limit=sum(arrival.sequences for arrival in work.arrivals),
     )
     simulation.run()
