@@ -10,23 +10,25 @@ clients run on this machine too, and `client_cpu` tells what they take of it: th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any, cast
 
 from octavo import LLM, OctavoError, SamplingParams
-from workload import WARM_UP, BadWorkloadError, Workload, read
+from workload import WARM_UP, BadWorkloadError, Request, Workload, read
 
 HOST = "127.0.0.1"
+PAGE = f"GET /memory/events HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()  # what a memory page reads all the time
 
 
 def main() -> None:
@@ -59,7 +61,7 @@ def compare(llm: LLM, port: int, process: int, work: Workload, rounds: int, page
             if way == "python":
                 tokens, seconds = by_python(llm, asked, salt=f"turn {turn}")
             else:
-                tokens, seconds = asyncio.run(by_http(port, asked, f"turn {turn}", page))
+                tokens, seconds = by_http(port, asked, f"turn {turn}", page)
             if turn >= 0:
                 rates[way].append(tokens / seconds)
                 line: dict[str, Any] = {"way": way, "tok_s": round(tokens / seconds, 1), "seconds": round(seconds, 2)}
@@ -78,25 +80,45 @@ def by_python(llm: LLM, work: Workload, salt: str) -> tuple[int, float]:
     return sum(len(c.token_ids) for o in outputs for c in o.completions), time.perf_counter() - begin
 
 
-async def by_http(port: int, work: Workload, salt: str, page: bool) -> tuple[int, float]:
-    """(answer tokens, seconds)."""
-    watching = asyncio.create_task(watch(port)) if page else None
+def by_http(port: int, work: Workload, salt: str, page: bool) -> tuple[int, float]:
+    """(answer tokens, seconds). One thread reads from whichever client has something: what it takes of the machine is
+    little, and none of the server's."""
     begin = time.perf_counter()
-    counts = await asyncio.gather(*(ask(port, r.prompt_token_ids, r.max_tokens, r.n, salt) for r in work.requests))
-    seconds = time.perf_counter() - begin
-    if watching is not None:
-        watching.cancel()
-    return sum(counts), seconds
+    with ExitStack() as stack, DefaultSelector() as ready:
+        clients = [stack.enter_context(asking(port, post(request, salt))) for request in work.requests]
+        ends = dict.fromkeys(clients, b"")
+        for client in clients:
+            ready.register(client, EVENT_READ)
+        if page:
+            ready.register(stack.enter_context(asking(port, PAGE)), EVENT_READ)
+        unfinished = len(clients)
+        while unfinished:
+            for key, _ in ready.select():
+                client = cast(socket.socket, key.fileobj)
+                piece = client.recv(2**16)
+                if client in ends:
+                    ends[client] = (ends[client] + piece)[-4096:]
+                if not piece:
+                    ready.unregister(client)
+                    unfinished -= client in ends
+    return sum(map(tokens_told, ends.values())), time.perf_counter() - begin
 
 
-async def ask(port: int, prompt: list[int], max_tokens: int, n: int, salt: str) -> int:
-    """Stream one answer; returns how many tokens the server says it has."""
+def asking(port: int, request: bytes) -> socket.socket:
+    """A client that has sent its request."""
+    client = socket.create_connection((HOST, port))
+    client.sendall(request)
+    return client
+
+
+def post(request: Request, salt: str) -> bytes:
+    """A request to stream an answer, as it goes over the wire."""
     body = json.dumps(
         {
             "model": "benchmark",
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "n": n,
+            "prompt": request.prompt_token_ids,
+            "max_tokens": request.max_tokens,
+            "n": request.n,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -104,28 +126,16 @@ async def ask(port: int, prompt: list[int], max_tokens: int, n: int, salt: str) 
             "cache_salt": salt,
         }
     ).encode()
-    reader, writer = await asyncio.open_connection(HOST, port, limit=2**20)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-    tail = b""
-    while piece := await reader.read(2**16):
-        tail = (tail + piece)[-4096:]
-    writer.close()
-    found = re.search(rb'"completion_tokens":(\d+)', tail)
-    if found is None or b"[DONE]" not in tail:
-        raise OctavoError(f"The server ended a stream with {tail[-300:]!r}.")
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def tokens_told(end: bytes) -> int:
+    """How many tokens the server says, at a stream's end, that the answer has."""
+    found = re.search(rb'"completion_tokens":(\d+)', end)
+    if found is None or b"[DONE]" not in end:
+        raise OctavoError(f"The server ended a stream with {end[-300:]!r}.")
     return int(found[1])
-
-
-async def watch(port: int) -> None:
-    """Read what a memory page reads."""
-    reader, writer = await asyncio.open_connection(HOST, port, limit=2**24)
-    writer.write(f"GET /memory/events HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode())
-    try:
-        while await reader.read(2**20):
-            pass
-    finally:
-        writer.close()
 
 
 @contextmanager

@@ -83,6 +83,55 @@ def test_deltas_add_up_to_the_whole_however_slowly_they_are_read(llm: AsyncLLM) 
     assert len(items) < 10
 
 
+def test_several_prompts_go_into_one_stream_and_equal_each_alone(llm: AsyncLLM) -> None:
+    params = greedy(max_tokens=20, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+    async def read() -> dict[str, RequestOutput]:
+        whole: dict[str, RequestOutput] = {}
+        async with llm.open(prompts, params, request_ids=["a", "b", "c"]) as stream:
+            while len(whole) < 3 or not all(output.finished for output in whole.values()):
+                for output in await stream.get():
+                    whole.setdefault(output.request_id, output)
+                    if whole[output.request_id] is not output:
+                        whole[output.request_id].extend(output)
+                await asyncio.sleep(0.002)
+        return whole
+
+    async def alone(prompt: list[int]) -> list[int]:
+        return (await collect(llm.generate(prompt, params)))[-1].completions[0].token_ids
+
+    async def both() -> None:
+        whole = await read()
+        for name, prompt in zip("abc", prompts, strict=True):
+            assert whole[name].completions[0].token_ids == await alone(prompt)
+        await wait_until_empty(llm)
+
+    asyncio.run(both())
+
+
+def test_of_several_prompts_that_cannot_all_be_none_begins(llm: AsyncLLM, model: ToyModel) -> None:
+    async def refused() -> None:
+        with pytest.raises(RequestError):
+            async with llm.open([[1, 2, 3], [4] * 10_000], greedy(), request_ids=["a", "b"]):
+                raise AssertionError("it was opened")
+        assert not await asyncio.wrap_future(llm.call(lambda engine: engine.has_work))
+        report = await llm.memory_report()
+        assert (report.active, report.shared, report.prompt_tokens) == (0, 0, 0)
+
+    asyncio.run(refused())
+
+
+def test_who_leaves_a_stream_of_several_frees_them_all(llm: AsyncLLM) -> None:
+    async def leave() -> None:
+        params = greedy(max_tokens=200, ignore_eos=True)
+        async with llm.open([[1, 2, 3], [4, 5]], params, request_ids=["a", "b"]) as stream:
+            await stream.get()
+        await wait_until_empty(llm)
+
+    asyncio.run(leave())
+
+
 def test_many_streams_at_once_and_a_third_of_the_readers_leave(llm: AsyncLLM) -> None:
     async def reader(number: int) -> list[int] | None:
         stream = llm.generate([number % 20, 1, 2], greedy(max_tokens=40, ignore_eos=True))

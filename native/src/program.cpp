@@ -374,6 +374,7 @@ std::vector<Output> Program::run(const RunArgs& args) {
     // Where the system grants fewer threads, one does it all: a team must be complete, and the result is the same.
     const int thread = omp_get_thread_num();
     if (omp_get_num_threads() == threads_) {
+      if (thread > 0) settle(thread, threads_);
       execute(run, all, thread);
     } else if (thread == 0) {
       execute(run, alone, 0);

@@ -1,5 +1,9 @@
 #include "team.hpp"
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 namespace octavo {
 namespace {
 
@@ -42,5 +46,23 @@ void Team::barrier() {
 }
 
 std::int64_t Team::claim(std::int64_t count) { return next_.fetch_add(count, std::memory_order_relaxed); }
+
+#if defined(__linux__)
+void settle(int thread, int size) {
+  thread_local bool settled = false;
+  if (settled) return;
+  settled = true;
+  cpu_set_t allowed, own;
+  // A machine of more processors than fit the set answers with an error: nobody is bound there.
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) != size) return;
+  int cpu = -1;
+  for (int seen = -1; seen < thread;) seen += CPU_ISSET(++cpu, &allowed) ? 1 : 0;
+  CPU_ZERO(&own);
+  CPU_SET(cpu, &own);
+  sched_setaffinity(0, sizeof own, &own);  // where it is refused, all goes on as without
+}
+#else
+void settle(int, int) {}
+#endif
 
 }  // namespace octavo

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,48 +35,69 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class _Stream:
-    """States of one request, handed from the engine's thread to an event loop.
+class Stream:
+    """What becomes of requests handed in together, on its way from the engine's thread to a reader on an event loop.
 
-    Of those that nobody has read yet, cumulative ones (which tell all so far) replace each other, deltas add up.
+    Of states that nobody has read yet, cumulative ones (which tell all so far, of one request) replace each other,
+    deltas add up. `wake` is called on the event loop when there is news; it may let the reader wait, unless the news is
+    `urgent`: the first, or an end.
     """
 
-    def __init__(self, deltas: bool) -> None:
+    def __init__(self, deltas: bool, wake: Callable[[Stream], None] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
-        self.changed = asyncio.Event()
+        self.urgent = True
+        self._wake = wake or Stream.wake
+        self._changed = asyncio.Event()
         self._deltas = deltas
         self._unread: deque[RequestOutput] = deque(maxlen=None if deltas else 1)
         self._fault: BaseException | None = None
 
     def put(self, request: Request) -> None:
-        """Called by the engine's thread, which wakes the reader afterwards."""
+        """Called by the engine's thread, which has the event loop `tell` afterwards."""
+        if request.state is State.FINISHED:
+            self.urgent = True
         self._unread.append(request.news() if self._deltas else request.output())
 
     def fail(self, error: BaseException) -> None:
         """Called likewise, where no more can be put."""
-        self._fault = error
+        self._fault, self.urgent = error, True
 
-    async def get(self) -> RequestOutput:
-        """What was put since the last `get`, as one. Raises what the stream failed with."""
+    def tell(self) -> None:
+        """There is news."""
+        self._wake(self)
+
+    def wake(self) -> None:
+        """Let the reader read now."""
+        self._changed.set()
+
+    async def get(self) -> list[RequestOutput]:
+        """What was put since the last `get`, one output for each request there is news of.
+
+        Raises what the stream failed with. There is nothing to wait for once all requests are `finished`.
+        """
         while not self._unread:
             if self._fault is not None:
                 raise self._fault
-            self.changed.clear()
-            await self.changed.wait()
-        output = self._unread.popleft()
-        while self._deltas and self._unread:
-            output.extend(self._unread.popleft())
-        return output
+            self._changed.clear()
+            await self._changed.wait()
+        self.urgent = False
+        news: dict[str, RequestOutput] = {}
+        while self._unread:
+            output = self._unread.popleft()
+            known = news.setdefault(output.request_id, output)
+            if known is not output:
+                known.extend(output)
+        return list(news.values())
 
 
-def _wake_soon(loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+def _tell_soon(loop: asyncio.AbstractEventLoop, streams: Iterable[Stream]) -> None:
     with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is there to read
-        loop.call_soon_threadsafe(_wake, streams)
+        loop.call_soon_threadsafe(_tell, streams)
 
 
-def _wake(streams: list[_Stream]) -> None:
+def _tell(streams: Iterable[Stream]) -> None:
     for stream in streams:
-        stream.changed.set()
+        stream.tell()
 
 
 class AsyncLLM:
@@ -87,7 +108,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path = "smollm2", *, config: EngineConfig | None = None, **settings: Any) -> None:
         self._engine = load_engine(model, make_config(config, settings))
-        self._streams: dict[Request, _Stream] = {}  # used by the engine's thread only
+        self._streams: dict[Request, Stream] = {}  # used by the engine's thread only
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: end
         self._closed = False
         self._pid = os.getpid()
@@ -134,36 +155,75 @@ class AsyncLLM:
         left out. A slow reader gets fewer, longer items. Leaving the loop, or cancelling the task, aborts the request.
         Raises RequestError before the first item for a request that can never be served.
         """
-        name = request_id if request_id is not None else uuid4().hex
-        text, ids = tokenize(self._engine.tokenizer, prompt)
+        stream = Stream(deltas)
+        name = uuid4().hex if request_id is None else request_id
+        async with self._feed(stream, [prompt], params, [name], priority, cache_salt):
+            while True:
+                for output in await stream.get():
+                    yield output
+                    if output.finished:
+                        return
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | None = None,
+        *,
+        request_ids: Sequence[str],
+        priority: int = 0,
+        cache_salt: str = "",
+        wake: Callable[[Stream], None] | None = None,
+    ) -> AsyncIterator[Stream]:
+        """A request for each of the prompts, whose deltas are read from one stream. All of them begin, or none does.
+
+        This is `generate` for who counts microseconds. Leaving the block aborts what still runs. Raises RequestError
+        where one of them can never be served.
+        """
+        stream = Stream(deltas=True, wake=wake)
+        async with self._feed(stream, prompts, params, request_ids, priority, cache_salt):
+            yield stream
+
+    @contextlib.asynccontextmanager
+    async def _feed(
+        self,
+        stream: Stream,
+        prompts: Sequence[Prompt],
+        params: Params | None,
+        names: Sequence[str],
+        priority: int,
+        cache_salt: str,
+    ) -> AsyncIterator[None]:
+        """While the block lasts, what becomes of the prompts goes into the stream."""
+        tokenized = [tokenize(self._engine.tokenizer, prompt) for prompt in prompts]
         params = SamplingParams() if params is None else params
         constraint = await self._compiled(params)
-        stream = _Stream(deltas)
+        requests: list[Request] = []
 
-        def add(engine: Engine) -> Request:
-            request = engine.add_request(
-                name,
-                ids,
-                params,
-                prompt=text,
-                priority=priority,
-                cache_salt=cache_salt,
-                constraint=constraint,
-            )
-            self._streams[request] = stream
-            return request
+        def add(engine: Engine) -> None:
+            try:
+                for name, (text, ids) in zip(names, tokenized, strict=True):
+                    request = engine.add_request(
+                        name,
+                        ids,
+                        params,
+                        prompt=text,
+                        priority=priority,
+                        cache_salt=cache_salt,
+                        constraint=constraint,
+                    )
+                    requests.append(request)
+                    self._streams[request] = stream
+            except BaseException:
+                self._drop(engine, requests)  # now, before a step begins
+                raise
 
-        adding = self.call(add)
         try:
-            await asyncio.wrap_future(adding)
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finished:
-                    return
+            await asyncio.wrap_future(self.call(add))
+            yield
         finally:
             with contextlib.suppress(OctavoError):  # closed: everything is aborted already
-                self.call(lambda engine: self._drop(engine, adding))
+                self.call(lambda engine: self._drop(engine, requests))
 
     async def _compiled(self, params: Params) -> Constraint | None:
         """The params' grammar, made ready on a thread of its own: it may take seconds."""
@@ -264,7 +324,7 @@ class AsyncLLM:
 
     def _hand_out(self, requests: Iterable[Request]) -> None:
         """Put the requests' states into their streams, and wake each event loop once."""
-        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        woken: dict[asyncio.AbstractEventLoop, dict[Stream, None]] = {}
         for request in requests:
             stream = self._streams.get(request)
             if stream is None:
@@ -276,18 +336,18 @@ class AsyncLLM:
                 self._fail([request], error)
                 self._engine.abort(request.id)
                 continue
-            woken.setdefault(stream.loop, []).append(stream)
+            woken.setdefault(stream.loop, {})[stream] = None
             if request.state is State.FINISHED:
                 del self._streams[request]
         for loop, streams in woken.items():
-            _wake_soon(loop, streams)
+            _tell_soon(loop, streams)
 
     def _fail(self, requests: list[Request], error: BaseException) -> None:
         """End the requests' streams with an error."""
         for request in requests:
             stream = self._streams.pop(request)
             stream.fail(error)
-            _wake_soon(stream.loop, [stream])
+            _tell_soon(stream.loop, [stream])
 
     def _abort(self, engine: Engine, request_id: str) -> bool:
         request = engine.abort(request_id)
@@ -295,10 +355,9 @@ class AsyncLLM:
             self._hand_out([request])
         return request is not None
 
-    def _drop(self, engine: Engine, adding: Future[Request]) -> None:
-        """The reader has left: abort its request if it ever got in and still runs."""
-        if not adding.cancelled() and adding.exception() is None:
-            request = adding.result()
+    def _drop(self, engine: Engine, requests: list[Request]) -> None:
+        """The reader has left: abort its requests that got in and still run."""
+        for request in requests:
             self._streams.pop(request, None)
             if request.state is not State.FINISHED:
                 engine.abort(request.id)

@@ -41,6 +41,10 @@ Origins = Annotated[
 Queued = Annotated[int, typer.Option(help="Sequences that may wait beside those that run; more get 429.")]
 Timeout = Annotated[float, typer.Option(help="Seconds a request may take, waiting included; 0: no limit.")]
 Drain = Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.")]
+Interval = Annotated[
+    float,
+    typer.Option(help="Seconds that tokens of a stream may wait for the next, where very many are sent; 0: none."),
+]
 Body = Annotated[str, typer.Option(help="The largest body of a request.")]
 Format = Annotated[str, typer.Option(help="Logs, on standard error, as text or json.")]
 Level = Annotated[str, typer.Option(help="debug, info, warning or error; debug shows health checks and scrapes too.")]
@@ -57,6 +61,7 @@ def serve(
     max_queued: Queued = 512,
     request_timeout: Timeout = 0.0,
     drain_timeout: Drain = 60.0,
+    stream_interval: Interval = 0.1,
     max_body: Body = "8MiB",
     log_format: Format = "text",
     log_level: Level = "info",
@@ -95,6 +100,7 @@ def serve(
         max_queued=max_queued,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
+        stream_interval=stream_interval,
         max_body_bytes=parse_bytes(max_body),
         log_prompts=log_prompts,
     )

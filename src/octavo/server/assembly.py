@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -10,7 +10,7 @@ from octavo.outputs import RequestOutput
 from octavo.server.streaming import DONE, encoded, event
 
 Json = dict[str, Any]
-Deltas = AsyncGenerator[tuple[int, RequestOutput], None]
+Deltas = AsyncGenerator[list[tuple[int, RequestOutput]], None]  # of each step: (place of the prompt, what is new)
 
 
 class Usage:
@@ -36,15 +36,16 @@ class Usage:
         }
 
 
-async def whole(deltas: AsyncIterator[tuple[int, RequestOutput]], usage: Usage) -> list[RequestOutput]:
+async def whole(deltas: Deltas, usage: Usage) -> list[RequestOutput]:
     """The outputs of all prompts in their order, each with its completions in theirs."""
     outputs: dict[int, RequestOutput] = {}
-    async for place, output in deltas:
-        if place in outputs:
-            outputs[place].extend(output)
-        else:
-            outputs[place] = output
-        usage.note(place, outputs[place])
+    async for news in deltas:
+        for place, output in news:
+            if place in outputs:
+                outputs[place].extend(output)
+            else:
+                outputs[place] = output
+            usage.note(place, outputs[place])
     for output in outputs.values():
         output.completions.sort(key=lambda completion: completion.index)
     return [outputs[place] for place in sorted(outputs)]
@@ -65,9 +66,12 @@ async def chunks(
     begin = b"data: " + encoded(named)[:-1] + b',"choices":['
     end = b"]}\n\n" if last is None else b'],"usage":null}\n\n'
     async with aclosing(deltas) as stream:
-        async for place, output in stream:
-            usage.note(place, output)
-            if found := choices(place, output):
+        async for news in stream:
+            found: list[Json] = []
+            for place, output in news:
+                usage.note(place, output)
+                found += choices(place, output)
+            if found:
                 yield b"".join([begin + encoded(choice) + end for choice in found])
     if last is not None:
         yield event({**named, "choices": [], "usage": last()})

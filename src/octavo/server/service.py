@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
-from octavo.async_llm import AsyncLLM
-from octavo.engine.engine import Engine
+from octavo.async_llm import AsyncLLM, Stream
 from octavo.errors import OctavoError
 from octavo.loading.tokenizer import Tokenizer
 from octavo.outputs import Completion, RequestOutput
@@ -25,6 +23,7 @@ from octavo.server.errors import ApiError
 from octavo.server.jobs import Job
 from octavo.server.logs import log_finished
 from octavo.server.metrics import Metrics
+from octavo.server.pace import Pace
 from octavo.server.race import unless
 from octavo.server.settings import ServerSettings
 
@@ -76,6 +75,7 @@ class Service:
         self.created = int(time.time())
         self.max_model_len = llm.max_model_len
         self.admission = Admission(llm.config.sequence_limit + settings.max_queued)
+        self._pace = Pace(longest=settings.stream_interval)
         self.draining = asyncio.Event()  # set: nobody enters any more
         self._active: set[str] = set()  # the engine's names of requests that have not ended
         # One at a time: of several, a second each, the event loop and the engine would wait for their turns too long.
@@ -140,19 +140,50 @@ class Service:
             self._aside -= 1
 
     async def deltas(self, job: Job) -> Deltas:
-        """(place of the prompt, what is new of its answers) until all are finished. Raises ApiError for what fails.
+        """What is new of the answers, step by step, with the place of each prompt, until all are finished.
 
-        Closing it aborts what still runs.
+        Raises ApiError for what fails. Closing it aborts what still runs.
         """
         if self.draining.is_set():
             raise ApiError(503, "The server is shutting down.", code="unavailable", headers={"Retry-After": "5"})
         with self._entered(job), self._deadline(job) as deadline:
-            async with contextlib.aclosing(self._all_deltas(job)) as deltas:
-                # Until the first is there the engine may not know of the job, and could not end it.
-                place, output = await unless(deadline.over.wait(), anext(deltas), deadline.error)
-                yield place, _checked(output, deadline)
-                async for place, output in deltas:
-                    yield place, _checked(output, deadline)
+            async with contextlib.AsyncExitStack() as stack:
+                # Until it is open the engine may not know of the job, and could not end it.
+                opening = stack.enter_async_context(self._open(job))
+                stream = await unless(deadline.over.wait(), opening, deadline.error)
+                with self._recorded(job) as records:
+                    running = len(records)
+                    while running:
+                        outputs = await stream.get()
+                        for output in outputs:
+                            records[output.request_id].note(output)
+                            if output.finished:
+                                running -= 1
+                                _check_end(output, deadline)
+                        yield [(records[output.request_id].place, output) for output in outputs]
+
+    def _open(self, job: Job) -> contextlib.AbstractAsyncContextManager[Stream]:
+        return self.llm.open(
+            job.prompts,
+            job.params,
+            request_ids=job.request_ids,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            wake=self._pace.wake,
+        )
+
+    @contextlib.contextmanager
+    def _recorded(self, job: Job) -> Iterator[dict[str, _Record]]:
+        """Records of the job's requests by the engine's names; metrics and logs are told when it ends."""
+        names = job.request_ids
+        records = {name: _Record(place, self.settings.log_prompts) for place, name in enumerate(names)}
+        self._active.update(names)
+        try:
+            yield records
+        finally:
+            self._active.difference_update(names)
+            for name, record in records.items():
+                self._tell_of_end(name, record, job)
 
     @contextlib.contextmanager
     def _entered(self, job: Job) -> Iterator[None]:
@@ -198,67 +229,17 @@ class Service:
             for name in names:
                 self.llm.abort_soon(name)
 
-    def _all_deltas(self, job: Job) -> Deltas:
-        return self._one(job, 0) if len(job.prompts) == 1 else self._several(job)
-
-    async def _one(self, job: Job, place: int) -> Deltas:
-        stream = self.llm.generate(
-            job.prompts[place],
-            job.params,
-            request_id=job.request_ids[place],
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            deltas=True,
-        )
-        record = _Record(job.request_ids[place], with_texts=self.settings.log_prompts)
-        self._active.add(record.name)
-        try:
-            async with contextlib.aclosing(stream):
-                async for output in stream:
-                    record.note(output)
-                    yield place, output
-        finally:
-            self._active.discard(record.name)
-            self._tell_of_end(record, job)
-
-    def _tell_of_end(self, record: _Record, job: Job) -> None:
+    def _tell_of_end(self, name: str, record: _Record, job: Job) -> None:
         whole, aborted = record.whole(), record.latest is None or not record.latest.finished
         self.metrics.observe_finished(whole, job.params, aborted=aborted)
-        log_finished(whole, engine_id=record.name, aborted=aborted, log_prompts=self.settings.log_prompts)
-
-    async def _several(self, job: Job) -> Deltas:
-        """The streams of several prompts as one. None begins if one of them can never be served."""
-        await asyncio.wrap_future(self.llm.call(partial(_check, job)))
-        merged: asyncio.Queue[tuple[int, RequestOutput] | BaseException] = asyncio.Queue()
-
-        async def feed(place: int) -> None:
-            try:
-                async with contextlib.aclosing(self._one(job, place)) as stream:
-                    async for item in stream:
-                        merged.put_nowait(item)
-            except Exception as error:
-                merged.put_nowait(error)
-
-        tasks = [asyncio.create_task(feed(place)) for place in range(len(job.prompts))]
-        unfinished = len(tasks)
-        try:
-            while unfinished:
-                item = await merged.get()
-                if isinstance(item, BaseException):
-                    raise item
-                unfinished -= item[1].finished
-                yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        log_finished(whole, engine_id=name, aborted=aborted, log_prompts=self.settings.log_prompts)
 
 
 @dataclass(slots=True)
 class _Record:
     """What is remembered of a request for metrics and logs, from the deltas that went by."""
 
-    name: str
+    place: int  # of its prompt
     with_texts: bool
     latest: RequestOutput | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -266,7 +247,9 @@ class _Record:
     def note(self, output: RequestOutput) -> None:
         self.latest = output
         for completion in output.completions:
-            kept = self.completions.setdefault(completion.index, Completion(completion.index))
+            kept = self.completions.get(completion.index)
+            if kept is None:
+                kept = self.completions[completion.index] = Completion(completion.index)
             kept.finish_reason = completion.finish_reason
             if self.with_texts:
                 kept.text += completion.text
@@ -294,20 +277,10 @@ class _Deadline:
         return ApiError(503, f"The request was aborted{why}.", code="aborted")
 
 
-def _check(job: Job, engine: Engine) -> None:
-    """Raises RequestError for a job with a prompt that the engine can never serve."""
-    salt = job.cache_salt.encode("utf-8", "surrogatepass")
-    for ids in job.prompts:
-        engine.limits.check(ids, job.params, engine.kv, salt)
-
-
-def _checked(output: RequestOutput, deadline: _Deadline) -> RequestOutput:
+def _check_end(output: RequestOutput, deadline: _Deadline) -> None:
     """Raises ApiError for a request that failed in the engine, or that was ended from elsewhere."""
-    if not output.finished:
-        return output
     reasons = {completion.finish_reason for completion in output.completions}
     if output.error is not None or "error" in reasons:
         raise ApiError(500, output.error or "The engine failed.", code="engine_error")
     if "abort" in reasons or not reasons:
         raise deadline.error()
-    return output

@@ -19,6 +19,7 @@ class ServerSettings:
     max_queued: int = 512  # sequences that may wait beside those that can run; beyond it requests get 429
     request_timeout: float = 0.0  # seconds a request may take, its wait included; 0: no limit
     drain_timeout: float = 60.0  # seconds that requests have to end after SIGTERM
+    stream_interval: float = 0.1  # seconds that news of a stream may wait for more, when very many are sent; 0: none
     max_body_bytes: int = 8 * 2**20
     log_prompts: bool = False  # whether logs may hold what people write
 
@@ -29,6 +30,7 @@ class ServerSettings:
             raise ConfigError(f"port is {self.port}; it must be from 0 to 65535.")
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise ConfigError("An API key is empty or has characters that no HTTP header can carry; use plain ASCII.")
-        for name, least in (("max_queued", 0), ("request_timeout", 0), ("drain_timeout", 0), ("max_body_bytes", 1)):
+        for name in ("max_queued", "request_timeout", "drain_timeout", "stream_interval", "max_body_bytes"):
+            least = 1 if name == "max_body_bytes" else 0
             if not getattr(self, name) >= least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}.")

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,7 +21,6 @@ from octavo.server.race import unless
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps would make one each time
 
 
 def event(data: Any) -> bytes:
@@ -29,8 +29,11 @@ def event(data: Any) -> bytes:
 
 
 def encoded(data: Any) -> bytes:
-    """JSON, as short as it can be."""
-    return _encode(data).encode("utf-8", "replace")
+    """JSON, as short as it can be. This is done for every token of every client."""
+    try:
+        return orjson.dumps(data)
+    except TypeError:  # a lone surrogate, as an id that a client made up may have
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
