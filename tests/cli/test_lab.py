@@ -22,6 +22,8 @@ drawing = pytest.mark.skipif(
     find_spec("matplotlib") is None, reason="matplotlib is not installed: pip install 'octavo[lab]'"
 )
 
+BOTH = ("--strategy", "max", "--strategy", "paged")
+
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +43,7 @@ def small(tmp_path: Path) -> tuple[str, ...]:
 class TestSimulate:
     @drawing
     def test_a_scenario_leaves_a_result_a_report_and_figures(self, octavo: Octavo, small: Any, tmp_path: Path) -> None:
-        flags = ("--scenario", "code", "--strategy", "max", "--strategy", "paged", "--rates", "2,1", "--seed", "3")
+        flags = ("--scenario", "code", *BOTH, "--rates", "2,1", "--seed", "3")
         ran = octavo(*small, *flags)
         assert ran.code == 0, ran.err
         assert "report.html: 1 result" in ran.out
@@ -235,20 +237,7 @@ class TestReport:
 class TestRun:
     @drawing
     def test_the_real_engine(self, octavo: Octavo, tmp_path: Path, smollm2_path: Path) -> None:
-        flags = (
-            "--strategy",
-            "max",
-            "--strategy",
-            "paged",
-            "--rates",
-            "8",
-            "--slots",
-            "2048",
-            "--context",
-            "1024",
-            "--rounds",
-            "1",
-        )
+        flags = (*BOTH, "--rates", "8", "--slots", "2048", "--context", "1024", "--rounds", "1")
         few = ("--requests", "3", "--model", str(smollm2_path), "--out", str(tmp_path / "lab"))
         ran = octavo("lab", "run", *few, *flags)
         assert ran.code == 0, ran.err
@@ -273,18 +262,7 @@ class TestRun:
 
         monkeypatch.setattr("octavo.lab.execute.execute", execute)
         monkeypatch.setattr("octavo.llm.LLM", FakeLLM)
-        flags = (
-            "--strategy",
-            "max",
-            "--strategy",
-            "paged",
-            "--rates",
-            "2,1000",
-            "--requests",
-            "3",
-            "--slots",
-            str(POOL),
-        )
+        flags = (*BOTH, "--rates", "2,1000", "--requests", "3", "--slots", str(POOL))
         assert octavo("lab", "run", *flags, "--out", str(tmp_path / "lab")).code == 0
         turn = [("max", 1000.0), ("paged", 1000.0)]
         assert ran == [("max", study.FASTEST), ("max", 2.0), ("paged", 2.0), *turn, *turn, *turn]

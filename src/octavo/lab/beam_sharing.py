@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.engine.scheduler import StepPlan
 from octavo.lab.execute import Execution
 from octavo.lab.memory import Manager
-from octavo.lab.memory_ledger import Line, Moment
+from octavo.lab.memory_ledger import Line
 from octavo.lab.strategies import make
-from octavo.lab.sweeps import saved
+from octavo.lab.sweeps import Counting, saved
 from octavo.lab.work import Arrival, Work
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def measured(llm: LLM, prompts: Sequence[list[int]], width: int, tokens: int) ->
         work, "paged", manager, prompts, engine=llm.engine, max_model_len=longest, sequence_limit=len(prompts) * width
     )
     run.run()
-    return 1 - run.held / run.named
+    return run.saved
 
 
 def simulated(lengths: Lengths, width: int, tokens: int, spread: float) -> float:
@@ -65,21 +64,14 @@ def beams(lengths: Lengths, width: int, tokens: int) -> Work:
     return Work("beams", "prompts of one's own", tuple(arrivals))
 
 
-class _Execution(Execution):
-    """With prompts of text, and adding up blocks as sweeps do."""
+class _Execution(Counting, Execution):
+    """With prompts of text."""
 
     def __init__(
         self, work: Work, strategy: str, manager: Manager, prompts: Sequence[list[int]], **options: Any
     ) -> None:
-        self.named = self.held = 0  # blocks that tables name, and those that are held
         self._prompts = prompts
         super().__init__(work, strategy, manager, **options)
 
     def submit(self, line: Line, prompt: list[int], n: int, beam_width: int, priority: int) -> Request:
         return super().submit(line, list(self._prompts[line.asked.place]), n, beam_width, priority)
-
-    def look(self, plan: StepPlan) -> Moment:
-        self.named += sum(len(self.manager.table(seq_id)) for seq_id in self.manager.sequences)
-        moment = super().look(plan)
-        self.held += (moment.stored + moment.internal + moment.reserved) // self.manager.block_size
-        return moment

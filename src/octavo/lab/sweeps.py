@@ -13,6 +13,7 @@ import numpy as np
 from octavo.engine.scheduler import StepPlan
 from octavo.lab.memory_ledger import Moment
 from octavo.lab.results import Sweep
+from octavo.lab.running import Runner
 from octavo.lab.simulate import BEAM_SPREAD, FreshDraws, Simulation, simulate
 from octavo.lab.step_time import StepTime
 from octavo.lab.strategies import make
@@ -70,16 +71,25 @@ def block_sizes(
     )
 
 
-class _Counting(Simulation):
-    """Adds up the blocks that tables name, and those that are held."""
+class Counting(Runner):
+    """Adds up, over all steps, the blocks that tables name, and those that are held. Goes before either runner."""
 
     named = held = 0
+
+    @property
+    def saved(self) -> float:
+        """The share of the blocks named that sharing saves."""
+        return 1 - self.held / self.named
 
     def look(self, plan: StepPlan) -> Moment:
         self.named += sum(len(self.manager.table(seq_id)) for seq_id in self.manager.sequences)
         moment = super().look(plan)
         self.held += (moment.stored + moment.internal + moment.reserved) // self.manager.block_size
         return moment
+
+
+class _CountingSimulation(Counting, Simulation):
+    """For paging in the simulator."""
 
 
 class _Steady(StepTime):
@@ -98,7 +108,7 @@ def saved(work: Work, seed: int, beam_spread: float = BEAM_SPREAD) -> float:
     beam_spread: standard deviation of the made-up logits that say which beams go on
     """
     most = sum(arrival.sequences * (arrival.prompt_tokens + arrival.output_tokens + 32) for arrival in work.arrivals)
-    simulation = _Counting(
+    simulation = _CountingSimulation(
         work,
         "paged",
         make("paged", most, most, prefix_caching=False),
@@ -110,7 +120,7 @@ def saved(work: Work, seed: int, beam_spread: float = BEAM_SPREAD) -> float:
         sequence_limit=sum(arrival.sequences for arrival in work.arrivals),
     )
     simulation.run()
-    return 1 - simulation.held / simulation.named
+    return simulation.saved
 
 
 def _requests(prompt: float, output: float, width: int, beamed: bool, seed: int) -> Work:

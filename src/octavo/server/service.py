@@ -151,16 +151,13 @@ class Service:
                 # Until it is open the engine may not know of the job, and could not end it.
                 opening = stack.enter_async_context(self._open(job))
                 stream = await unless(deadline.over.wait(), opening, deadline.error)
-                with self._recorded(job) as records:
-                    running = len(records)
-                    while running:
-                        outputs = await stream.get()
-                        for output in outputs:
-                            records[output.request_id].note(output)
-                            if output.finished:
-                                running -= 1
-                                _check_end(output, deadline)
-                        yield [(records[output.request_id].place, output) for output in outputs]
+                records = stack.enter_context(self._recorded(job))
+                while not all(record.is_over for record in records.values()):
+                    outputs = await stream.get()
+                    for output in outputs:
+                        records[output.request_id].note(output)
+                        _check_end(output, deadline)
+                    yield [(records[output.request_id].place, output) for output in outputs]
 
     def _open(self, job: Job) -> contextlib.AbstractAsyncContextManager[Stream]:
         return self.llm.open(
@@ -230,9 +227,9 @@ class Service:
                 self.llm.abort_soon(name)
 
     def _tell_of_end(self, name: str, record: _Record, job: Job) -> None:
-        whole, aborted = record.whole(), record.latest is None or not record.latest.finished
-        self.metrics.observe_finished(whole, job.params, aborted=aborted)
-        log_finished(whole, engine_id=name, aborted=aborted, log_prompts=self.settings.log_prompts)
+        whole = record.whole()
+        self.metrics.observe_finished(whole, job.params, aborted=not record.is_over)
+        log_finished(whole, engine_id=name, aborted=not record.is_over, log_prompts=self.settings.log_prompts)
 
 
 @dataclass(slots=True)
@@ -243,6 +240,10 @@ class _Record:
     with_texts: bool
     latest: RequestOutput | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.latest is not None and self.latest.finished
 
     def note(self, output: RequestOutput) -> None:
         self.latest = output
@@ -279,6 +280,8 @@ class _Deadline:
 
 def _check_end(output: RequestOutput, deadline: _Deadline) -> None:
     """Raises ApiError for a request that failed in the engine, or that was ended from elsewhere."""
+    if not output.finished:
+        return
     reasons = {completion.finish_reason for completion in output.completions}
     if output.error is not None or "error" in reasons:
         raise ApiError(500, output.error or "The engine failed.", code="engine_error")
