@@ -124,9 +124,11 @@ def test_of_several_prompts_that_cannot_all_be_none_begins(llm: AsyncLLM, model:
 
 def test_who_leaves_a_stream_of_several_frees_them_all(llm: AsyncLLM) -> None:
     async def leave() -> None:
-        params = greedy(max_tokens=200, ignore_eos=True)
+        params = greedy(max_tokens=400, ignore_eos=True)
         async with llm.open([[1, 2, 3], [4, 5]], params, request_ids=["a", "b"]) as stream:
             await stream.get()
+        # Before another step, in which one that was forgotten would go on.
+        assert not await asyncio.wrap_future(llm.call(lambda engine: list(engine.requests)))
         await wait_until_empty(llm)
 
     asyncio.run(leave())
