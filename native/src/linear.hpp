@@ -495,9 +495,9 @@ void many_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
       } else {
         add_groups<R>(pair, Unpacked<has_min>(first, unpacked), row, first, last, to, ahead);
       }
+      if (last == pair.groups()) finish(pair, row, row + R, to);
     });
   });
-  finish(pair, begin, end, kept);
 }
 
 inline void bf16_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
