@@ -20,7 +20,7 @@ constexpr int kGroup = 32;  // columns of a row that share one int8 scale
 struct Q8 {
   std::int8_t q[kGroup];
   float scale;
-  float sum;  // of the q, times scale
+  float sum;  // of the q
 };
 
 // One value of a step in the forms its readers want; a null pointer is a form nobody wants. Rows are `stride` apart

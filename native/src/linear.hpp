@@ -15,30 +15,33 @@ namespace octavo::OCTAVO_ISA {
 constexpr int kVectors = kPanel / W;  // that make up a panel's 16 columns of the product
 
 // Rows computed together: as many as the registers hold accumulators for, beside two panels.
-constexpr int kQuantisedRows = W == 16 ? 6 : W == 8 ? 2 : 1;
+constexpr int kQuantisedRows = W == 16 ? 7 : W == 8 ? 2 : 1;
 constexpr int kFloatRows = W == 16 ? 12 : W == 8 ? 3 : 1;
 
-constexpr std::int64_t kRowBlock = 512;     // rows whose activations stay in a core's second-level cache
-constexpr std::int64_t kUnpackRows = 16;    // from so many on, nibbles are unpacked once for all of them
-constexpr std::int64_t kUnpackGroups = 32;  // groups of a pair of panels unpacked at a time: 40 KiB, of a first-level cache
+constexpr std::int64_t kRowBlock = 512;               // rows whose activations stay in a core's second-level cache
+constexpr std::int64_t kManyRows = kTiles ? 16 : 10;  // from so many on, all are multiplied with a run of groups in turn
+constexpr std::int64_t kRunGroups = 20;               // a run unpacked takes 28 KiB, of a first-level cache
 
-// What a tile of rows reads and where it goes.
-struct Tile {
+// Two panels of a weight, and what they are multiplied for.
+struct Pair {
   const LinearArgs* args;
   const Segment* segment;
   std::int64_t panels[2];
   std::int64_t next[2];  // panels that this thread will probably read after these
-  std::int64_t row;
+
+  std::int64_t groups() const { return args->weight->columns / kGroup; }
 };
 
 // Brings the next panels closer, a few lines at a time, while these are multiplied: memory and multipliers work at once.
+// Without a pair it brings nothing.
 class Ahead {
  public:
   static constexpr std::int64_t kLines = 2;  // of each panel a group; 512 bytes of q8 and some scales, after 4 tiles
 
-  OCTAVO_INLINE explicit Ahead(const Tile& tile)
-      : at_{tile.segment->panel(tile.next[0]), tile.segment->panel(tile.next[1])},
-        left_(static_cast<std::int64_t>(tile.segment->panel_bytes / 64)) {}
+  Ahead() = default;
+  OCTAVO_INLINE explicit Ahead(const Pair& pair)
+      : at_{pair.segment->panel(pair.next[0]), pair.segment->panel(pair.next[1])},
+        left_(static_cast<std::int64_t>(pair.segment->panel_bytes / 64)) {}
 
   OCTAVO_INLINE void more() {
     if (left_ <= 0) return;
@@ -52,169 +55,241 @@ class Ahead {
   }
 
  private:
-  const std::uint8_t* at_[2];
-  std::int64_t left_;
+  const std::uint8_t* at_[2] = {};
+  std::int64_t left_ = 0;
 };
 
 template <int R>
 using Sums = F[R][2 * kVectors];
 
+// Loops over rows and vectors are unrolled by name: only then are these arrays registers.
+template <int R>
+OCTAVO_INLINE void clear(Sums<R>& sums) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * kVectors; ++v) sums[r][v] = F{};
+  }
+}
+
+template <int R>
+OCTAVO_INLINE void load_sums(const float* from, Sums<R>& sums) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * kVectors; ++v) sums[r][v] = load(from + (r * 2 * kVectors + v) * W);
+  }
+}
+
+template <int R>
+OCTAVO_INLINE void store_sums(const Sums<R>& sums, float* to) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * kVectors; ++v) store(to + (r * 2 * kVectors + v) * W, sums[r][v]);
+  }
+}
+
 // --- quantised weights ----------------------------------------------------------------------------------------------
 
-// The integer sums of a group: R rows with the columns of both panels.
+// The integer sums of a group, biased (simd.hpp): R rows with the columns of both panels.
 template <int R>
 using Dots = I[R][2 * kVectors];
 
-// A group of both panels, unpacked: as unsigned bytes, with scales and minima.
-struct Group {
-  I lines[8][2 * kVectors];
+// A line of both panels: four columns, as unsigned bytes.
+using Line = I[2 * kVectors];
+
+// What a group's integer sums are multiplied with. `unbias` takes the bias away again, exactly: a scale has 11 bits.
+struct Scales {
   F scale[2 * kVectors];
-  F minimum[2 * kVectors];
+  F unbias[2 * kVectors];
+  F minimum[2 * kVectors];  // only where there are minima
 };
 
-// Where both panels' bytes, scales and minima of a format lie.
-template <Format format>
-struct Packed {
-  static constexpr std::int64_t kBytes = format == Format::q4 ? 256 : 512;
+// Both panels' groups as they lie in the weight.
+template <Format format, bool has_min>
+class Packed {
+ public:
+  static constexpr bool kHasMin = has_min;
+  static constexpr bool kNibbles = format == Format::q4;
 
-  Packed(const Tile& tile)
-      : groups(tile.args->weight->columns / kGroup),
-        has_min(tile.segment->has_min),
-        minus_zero(set1(-static_cast<float>(tile.segment->zero_point))),
-        bytes{tile.segment->panel(tile.panels[0]), tile.segment->panel(tile.panels[1])},
-        scales{halves(bytes[0] + groups * kBytes), halves(bytes[1] + groups * kBytes)} {}
+  OCTAVO_INLINE explicit Packed(const Pair& pair)
+      : groups_(pair.groups()), bytes_{pair.segment->panel(pair.panels[0]), pair.segment->panel(pair.panels[1])} {}
 
-  static const std::uint16_t* halves(const std::uint8_t* p) { return reinterpret_cast<const std::uint16_t*>(p); }
-
-  std::int64_t groups;
-  bool has_min;
-  F minus_zero;
-  const std::uint8_t* bytes[2];
-  const std::uint16_t* scales[2];
-};
-
-// Two lines of a group: `line`, from 0 to 3, and the one four further.
-template <Format format>
-OCTAVO_INLINE void load_lines(const Packed<format>& packed, std::int64_t g, int line, I (&low)[2 * kVectors],
-                              I (&high)[2 * kVectors]) {
+  // Two lines of group g: `line`, from 0 to 3, and the one four further.
+  OCTAVO_INLINE void read(std::int64_t g, int line, Line& low, Line& high) const {
 #pragma GCC unroll 8
-  for (int v = 0; v < 2 * kVectors; ++v) {
-    const std::uint8_t* at = packed.bytes[v / kVectors] + g * packed.kBytes + 64 * line + v % kVectors * 4 * W;
-    low[v] = load_as<I>(at);
-    if constexpr (format == Format::q4) {
-      high[v] = (I)((U)low[v] >> 4) & set1(0x0f0f0f0f);
-      low[v] &= set1(0x0f0f0f0f);
-    } else {
-      high[v] = load_as<I>(at + 256);
+    for (int v = 0; v < 2 * kVectors; ++v) {
+      const std::uint8_t* at = bytes_[v / kVectors] + g * kBytes + 64 * line + v % kVectors * 4 * W;
+      low[v] = load_as<I>(at);
+      if constexpr (format == Format::q4) {
+        high[v] = (I)((U)low[v] >> 4) & set1(0x0f0f0f0f);
+        low[v] &= set1(0x0f0f0f0f);
+      } else {
+        high[v] = load_as<I>(at + 256);
+      }
     }
   }
-}
 
-template <Format format>
-OCTAVO_INLINE void load_scales(const Packed<format>& packed, std::int64_t g, F (&scale)[2 * kVectors],
-                               F (&minimum)[2 * kVectors]) {
+  OCTAVO_INLINE void read(std::int64_t g, Scales& to) const {
 #pragma GCC unroll 8
-  for (int v = 0; v < 2 * kVectors; ++v) {
-    const std::uint16_t* at = packed.scales[v / kVectors] + g * kPanel + v % kVectors * W;
-    scale[v] = load_f16(at);
-    minimum[v] = packed.has_min ? load_f16(at + packed.groups * kPanel) : scale[v] * packed.minus_zero;
+    for (int v = 0; v < 2 * kVectors; ++v) {
+      const auto* halves = reinterpret_cast<const std::uint16_t*>(bytes_[v / kVectors] + groups_ * kBytes);
+      const std::uint16_t* at = halves + g * kPanel + v % kVectors * W;
+      to.scale[v] = load_f16(at);
+      to.unbias[v] = to.scale[v] * set1(-kBias);
+      if constexpr (has_min) to.minimum[v] = load_f16(at + groups_ * kPanel);
+    }
   }
+
+ private:
+  static constexpr std::int64_t kBytes = format == Format::q4 ? 256 : 512;
+  std::int64_t groups_;
+  const std::uint8_t* bytes_[2];
+};
+
+// A group of both panels, unpacked.
+struct Group {
+  Line lines[8];
+  Scales scales;
+};
+
+// A run of them, from group `first` on, for the first of many tiles of rows, which leaves it unpacked for the others.
+template <Format format, bool has_min>
+class Unpacking {
+ public:
+  static constexpr bool kHasMin = has_min;
+  static constexpr bool kNibbles = format == Format::q4;
+
+  OCTAVO_INLINE Unpacking(const Pair& pair, std::int64_t first, Group* to) : packed_(pair), first_(first), to_(to) {}
+
+  OCTAVO_INLINE void read(std::int64_t g, int line, Line& low, Line& high) const {
+    packed_.read(g, line, low, high);
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * kVectors; ++v) {
+      to_[g - first_].lines[line][v] = low[v];
+      to_[g - first_].lines[line + 4][v] = high[v];
+    }
+  }
+
+  OCTAVO_INLINE void read(std::int64_t g, Scales& to) const {
+    packed_.read(g, to);
+    to_[g - first_].scales = to;
+  }
+
+ private:
+  Packed<format, has_min> packed_;
+  std::int64_t first_;
+  Group* to_;
+};
+
+// The run for the other tiles.
+template <bool has_min>
+class Unpacked {
+ public:
+  static constexpr bool kHasMin = has_min;
+  static constexpr bool kNibbles = true;  // bytes lie in the weight as they are read
+
+  OCTAVO_INLINE Unpacked(std::int64_t first, const Group* from) : first_(first), from_(from) {}
+
+  OCTAVO_INLINE void read(std::int64_t g, int line, Line& low, Line& high) const {
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * kVectors; ++v) {
+      low[v] = from_[g - first_].lines[line][v];
+      high[v] = from_[g - first_].lines[line + 4][v];
+    }
+  }
+
+  OCTAVO_INLINE void read(std::int64_t g, Scales& to) const { to = from_[g - first_].scales; }
+
+ private:
+  std::int64_t first_;
+  const Group* from_;
+};
+
+// Where the integer sums of a row's group begin: without minima, the zero point is taken away here, from all at once.
+template <bool has_min>
+OCTAVO_INLINE I origin(const Q8& x, F minus_zero) {
+  return as_int(has_min ? set1(kBias) : fma(minus_zero, set1(x.sum), set1(kBias)));
 }
 
-// Adds the products of a line (four columns) of both panels.
-template <int R>
-OCTAVO_INLINE void add_line(const I (&line)[2 * kVectors], const Q8* x, std::int64_t stride, int quad, Dots<R>& dots) {
+// Adds the products of a line to R rows, `stride` apart.
+template <bool nibbles, int R>
+OCTAVO_INLINE void add_line(const Line& line, const Q8* x, std::int64_t stride, int quad, Dots<R>& dots) {
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     std::int32_t four;
     std::memcpy(&four, x[r * stride].q + 4 * quad, 4);
     const I bytes = set1(four);
 #pragma GCC unroll 8
-    for (int v = 0; v < 2 * kVectors; ++v) dots[r][v] = dot_u8s8(dots[r][v], line[v], bytes);
+    for (int v = 0; v < 2 * kVectors; ++v) dots[r][v] = dot_u8s8<nibbles>(dots[r][v], line[v], bytes);
   }
 }
 
-template <int R>
-OCTAVO_INLINE void clear(Dots<R>& dots) {
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * kVectors; ++v) dots[r][v] = zero();
+// sum + x.scale * (scale * dot + minimum * x.sum), for vector v of both panels' columns.
+template <bool has_min>
+OCTAVO_INLINE F scaled(F sum, I dot, const Scales& scales, int v, const Q8& x) {
+  F y = times_biased(dot, scales.scale[v], scales.unbias[v]);
+  if constexpr (has_min) y = fma(scales.minimum[v], set1(x.sum), y);
+  return fma(set1(x.scale), y, sum);
+}
+
+OCTAVO_INLINE F minus_zero_point(const Pair& pair) { return set1(-static_cast<float>(pair.segment->zero_point)); }
+
+// Adds groups [first, last) to the sums of R rows, which are kept as [R][2 * kPanel]; group 0 begins them.
+//
+// One row or many, packed or not: it is this order of operations that makes a row's bits its own. Of a group's eleven
+// operations on a vector eight are products: nothing is converted, and nothing multiplied twice.
+template <int R, class Groups>
+OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64_t row, std::int64_t first,
+                              std::int64_t last, float* kept, Ahead& ahead) {
+  constexpr bool has_min = Groups::kHasMin;
+  const F minus_zero = minus_zero_point(pair);
+  const std::int64_t stride = pair.groups();
+  const Q8* x = pair.args->x.q8 + row * stride + first;
+  Sums<R> sums;
+  if (first == 0) {
+    clear<R>(sums);
+  } else {
+    load_sums<R>(kept, sums);
   }
-}
-
-OCTAVO_INLINE F scaled(F sum, I dot, F scale, F minimum, const Q8& x) {
-  return fma(to_float(dot), scale * set1(x.scale), fma(minimum, set1(x.sum), sum));
-}
-
-template <int R>
-OCTAVO_INLINE void add_scaled(const Dots<R>& dots, const F (&scale)[2 * kVectors], const F (&minimum)[2 * kVectors],
-                              const Q8* x, std::int64_t stride, Sums<R>& sums) {
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * kVectors; ++v) {
-      sums[r][v] = scaled(sums[r][v], dots[r][v], scale[v], minimum[v], x[r * stride]);
-    }
-  }
-}
-
-// Adds all groups as they lie in the weight.
-template <Format format, int R>
-OCTAVO_INLINE void add_packed(const Tile& tile, Sums<R>& sums) {
-  const Packed<format> packed(tile);
-  const Q8* x = tile.args->x.q8 + tile.row * packed.groups;
-  for (std::int64_t g = 0; g < packed.groups; ++g, ++x) {
-    Dots<R> dots;
-    clear<R>(dots);
-#pragma GCC unroll 4
-    for (int line = 0; line < 4; ++line) {
-      I low[2 * kVectors], high[2 * kVectors];
-      load_lines(packed, g, line, low, high);
-      add_line<R>(low, x, packed.groups, line, dots);
-      add_line<R>(high, x, packed.groups, line + 4, dots);
-    }
-    F scale[2 * kVectors], minimum[2 * kVectors];
-    load_scales(packed, g, scale, minimum);
-    add_scaled<R>(dots, scale, minimum, x, packed.groups, sums);
-  }
-}
-
-template <Format format>
-void unpack(const Tile& tile, std::int64_t first, std::int64_t last, Group* to) {
-  const Packed<format> packed(tile);
-  for (std::int64_t g = first; g < last; ++g, ++to) {
-    for (int line = 0; line < 4; ++line) load_lines(packed, g, line, to->lines[line], to->lines[line + 4]);
-    load_scales(packed, g, to->scale, to->minimum);
-  }
-}
-
-// Adds groups [first, last), unpacked: the same sums in the same order as add_packed.
-template <int R>
-OCTAVO_INLINE void add_unpacked(const Tile& tile, const Group* group, std::int64_t first, std::int64_t last,
-                                Sums<R>& sums, Ahead& ahead) {
-  const std::int64_t groups = tile.args->weight->columns / kGroup;
-  const Q8* x = tile.args->x.q8 + tile.row * groups + first;
-  const Group* const end = group + (last - first);
-  for (; group != end; ++group, ++x) {
+  for (std::int64_t g = first; g < last; ++g, ++x) {
     ahead.more();
     Dots<R> dots;
-    clear<R>(dots);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int line = 0; line < 8; ++line) add_line<R>(group->lines[line], x, groups, line, dots);
-    add_scaled<R>(dots, group->scale, group->minimum, x, groups, sums);
+      for (int v = 0; v < 2 * kVectors; ++v) dots[r][v] = origin<has_min>(x[r * stride], minus_zero);
+    }
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line) {
+      Line low, high;
+      groups.read(g, line, low, high);
+      add_line<Groups::kNibbles, R>(low, x, stride, line, dots);
+      add_line<Groups::kNibbles, R>(high, x, stride, line + 4, dots);
+    }
+    Scales scales;
+    groups.read(g, scales);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * kVectors; ++v) {
+        sums[r][v] = scaled<has_min>(sums[r][v], dots[r][v], scales, v, x[r * stride]);
+      }
+    }
   }
+  store_sums<R>(sums, kept);
 }
 
 // --- float weights --------------------------------------------------------------------------------------------------
 
 // Widened to float32: on the processors that have them, products of bf16 pairs are issued at a quarter of the rate.
 template <int R>
-OCTAVO_INLINE void add_bf16(const Tile& tile, Sums<R>& sums) {
-  const Forms& x = tile.args->x;
-  const std::int64_t columns = tile.args->weight->columns;
-  const std::uint8_t* const panel[2] = {tile.segment->panel(tile.panels[0]), tile.segment->panel(tile.panels[1])};
-  const float* rows = x.f32 + tile.row * x.stride;
+OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums) {
+  const Forms& x = pair.args->x;
+  const std::int64_t columns = pair.args->weight->columns;
+  const std::uint8_t* const panel[2] = {pair.segment->panel(pair.panels[0]), pair.segment->panel(pair.panels[1])};
+  const float* rows = x.f32 + row * x.stride;
   for (std::int64_t k = 0; k < columns; k += 2, rows += 2) {
     F even[2 * kVectors], odd[2 * kVectors];
 #pragma GCC unroll 8
@@ -234,11 +309,11 @@ OCTAVO_INLINE void add_bf16(const Tile& tile, Sums<R>& sums) {
 }
 
 template <Format format, int R>
-OCTAVO_INLINE void add_float(const Tile& tile, Sums<R>& sums) {
+OCTAVO_INLINE void add_float(const Pair& pair, std::int64_t row, Sums<R>& sums) {
   constexpr int kBytes = format == Format::f16 ? 2 : 4;
-  const Forms& x = tile.args->x;
-  const std::int64_t columns = tile.args->weight->columns;
-  const std::uint8_t* const panel[2] = {tile.segment->panel(tile.panels[0]), tile.segment->panel(tile.panels[1])};
+  const Forms& x = pair.args->x;
+  const std::int64_t columns = pair.args->weight->columns;
+  const std::uint8_t* const panel[2] = {pair.segment->panel(pair.panels[0]), pair.segment->panel(pair.panels[1])};
   for (std::int64_t k = 0; k < columns; ++k) {
     F lines[2 * kVectors];
     for (int v = 0; v < 2 * kVectors; ++v) {
@@ -251,14 +326,14 @@ OCTAVO_INLINE void add_float(const Tile& tile, Sums<R>& sums) {
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const F value = set1(x.f32[(tile.row + r) * x.stride + k]);
+      const F value = set1(x.f32[(row + r) * x.stride + k]);
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * kVectors; ++v) sums[r][v] = fma(value, lines[v], sums[r][v]);
     }
   }
 }
 
-// --- what becomes of a sum ------------------------------------------------------------------------------------------
+// --- what becomes of sums -------------------------------------------------------------------------------------------
 
 // The sum's 16 columns from column n on: scaled, with bias.
 OCTAVO_INLINE F finished(const LinearArgs& args, float factor, F sum, std::int64_t n, std::int64_t some) {
@@ -272,61 +347,30 @@ OCTAVO_INLINE void put(const LinearArgs& args, std::int64_t row, std::int64_t n,
   store_some(args.out + row * args.out_stride + n, y, some);
 }
 
-template <int R>
-OCTAVO_INLINE void finish(const Tile& tile, const Sums<R>& sums) {
-  const LinearArgs& args = *tile.args;
-  const Segment& segment = *tile.segment;
-  const float factor = segment.factor;
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      const std::int64_t n = tile.panels[0] * kPanel + v * W;
-      const std::int64_t m = tile.panels[1] * kPanel + v * W;
-      const std::int64_t some_n = most<std::int64_t>(least<std::int64_t>(W, segment.rows - n), 0);
-      const std::int64_t some_m = most<std::int64_t>(least<std::int64_t>(W, segment.rows - m), 0);
-      const F a = finished(args, factor, sums[r][v], segment.first_row + n, some_n);
-      const F b = finished(args, factor, sums[r][v + kVectors], segment.first_row + m, some_m);
+// Rows [begin, end), whose sums are [end - begin][2 * kPanel].
+inline void finish(const Pair& pair, std::int64_t begin, std::int64_t end, const float* sums) {
+  const LinearArgs args = *pair.args;  // copies, which no store can change
+  const Segment segment = *pair.segment;
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t n = pair.panels[0] * kPanel + v * W;
+    const std::int64_t m = pair.panels[1] * kPanel + v * W;
+    const std::int64_t some_n = most<std::int64_t>(least<std::int64_t>(W, segment.rows - n), 0);
+    const std::int64_t some_m = most<std::int64_t>(least<std::int64_t>(W, segment.rows - m), 0);
+    const float* sum = sums + v * W;
+    for (std::int64_t row = begin; row < end; ++row, sum += 2 * kPanel) {
+      const F a = finished(args, segment.factor, load(sum), segment.first_row + n, some_n);
+      const F b = finished(args, segment.factor, load(sum + kPanel), segment.first_row + m, some_m);
       if (args.gated) {
-        put(args, tile.row + r, n, activate(args.activation, a) * b, some_n);
+        put(args, row, n, activate(args.activation, a) * b, some_n);
       } else {
-        put(args, tile.row + r, segment.first_row + n, a, some_n);
-        put(args, tile.row + r, segment.first_row + m, b, some_m);
+        put(args, row, segment.first_row + n, a, some_n);
+        put(args, row, segment.first_row + m, b, some_m);
       }
     }
   }
 }
 
 // --- from tiles to the whole ----------------------------------------------------------------------------------------
-
-template <Format format, int R>
-void whole_tile(const Tile& tile) {
-  Sums<R> sums = {};
-  if constexpr (format == Format::q4 || format == Format::q8) {
-    add_packed<format, R>(tile, sums);
-  } else if constexpr (format == Format::bf16) {
-    add_bf16<R>(tile, sums);
-  } else {
-    add_float<format, R>(tile, sums);
-  }
-  finish<R>(tile, sums);
-}
-
-// A tile's part of one run of unpacked groups; sums wait in `kept` [R][2 * kPanel] from run to run.
-template <int R>
-void unpacked_tile(const Tile& tile, const Group* group, std::int64_t first, std::int64_t last, float* kept,
-                   Ahead& ahead) {
-  Sums<R> sums = {};
-  if (first > 0) {
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2 * kVectors; ++v) sums[r][v] = load(kept + (r * 2 * kVectors + v) * W);
-  }
-  add_unpacked<R>(tile, group, first, last, sums, ahead);
-  if (last == tile.args->weight->columns / kGroup) {
-    finish<R>(tile, sums);
-    return;
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2 * kVectors; ++v) store(kept + (r * 2 * kVectors + v) * W, sums[r][v]);
-}
 
 template <int R, class Call>
 OCTAVO_INLINE void with_rows(int rows, const Call& call) {
@@ -348,98 +392,136 @@ OCTAVO_INLINE void in_tiles(std::int64_t begin, std::int64_t end, const Call& ca
   }
 }
 
-template <Format format>
-void rows_of_pair(Tile tile, std::int64_t begin, std::int64_t end) {
-  constexpr int kMost = format == Format::q4 || format == Format::q8 ? kQuantisedRows : kFloatRows;
-  in_tiles<kMost>(begin, end, [&]<int R>(std::int64_t row) {
-    tile.row = row;
-    whole_tile<format, R>(tile);
+// Calls for runs of groups, as equal as can be.
+template <class Call>
+OCTAVO_INLINE void in_runs(std::int64_t groups, const Call& call) {
+  const std::int64_t runs = (groups + kRunGroups - 1) / kRunGroups;
+  for (std::int64_t run = 0; run < runs; ++run) call(groups * run / runs, groups * (run + 1) / runs);
+}
+
+// Few rows, or floats: each tile reads the panels as they lie in the weight.
+template <Format format, bool has_min = false>
+void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
+  constexpr bool kQuantised = format == Format::q4 || format == Format::q8;
+  in_tiles<kQuantised ? kQuantisedRows : kFloatRows>(begin, end, [&]<int R>(std::int64_t row) {
+    alignas(64) float kept[R * 2 * kPanel];
+    if constexpr (kQuantised) {
+      Ahead nothing;
+      add_groups<R>(pair, Packed<format, has_min>(pair), row, 0, pair.groups(), kept, nothing);
+    } else {
+      Sums<R> sums;
+      clear<R>(sums);
+      if constexpr (format == Format::bf16) {
+        add_bf16<R>(pair, row, sums);
+      } else {
+        add_float<format, R>(pair, row, sums);
+      }
+      store_sums<R>(sums, kept);
+    }
+    finish(pair, row, row + R, kept);
   });
 }
 
 #if defined(OCTAVO_AMX)
-// Many rows: runs of unpacked groups, on tiles. Bit for bit what add_packed makes of them.
-template <Format format>
-void many_rows_of_pair(Tile tile, std::int64_t begin, std::int64_t end) {
-  Group unpacked[kUnpackGroups];
-  alignas(64) F sums[kRowBlock][2];
+// Many rows: runs of unpacked groups, on tiles. Bit for bit what add_groups makes of them.
+template <Format format, bool has_min>
+void many_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
+  Group unpacked[kRunGroups];
+  alignas(64) float kept[kRowBlock * 2 * kPanel];
   alignas(64) std::int32_t dots[2][kTileRows][kPanel];
-  const std::int64_t groups = tile.args->weight->columns / kGroup;
+  const std::int64_t groups = pair.groups();
+  const F minus_zero = minus_zero_point(pair);
   const Tiles tiles(tile_config(end - begin, kGroup, 8));
-  std::memset(sums, 0, sizeof sums);
-  for (std::int64_t first = 0; first < groups; first += kUnpackGroups) {
-    const std::int64_t last = least(groups, first + kUnpackGroups);
-    unpack<format>(tile, first, last, unpacked);
+  std::memset(kept, 0, sizeof kept);
+  in_runs(pair.groups(), [&](std::int64_t first, std::int64_t last) {
+    const Unpacking<format, has_min> unpacking(pair, first, unpacked);
+    for (std::int64_t g = first; g < last; ++g) {
+      Line low, high;
+      Scales scales;
+      for (int line = 0; line < 4; ++line) unpacking.read(g, line, low, high);
+      unpacking.read(g, scales);
+    }
     for (std::int64_t row = begin; row < end; row += kTileRows) {
       const std::int64_t rows = least<std::int64_t>(kTileRows, end - row);
       for (std::int64_t g = first; g < last; ++g) {
         const Group& group = unpacked[g - first];
-        const Q8* x = tile.args->x.q8 + row * groups + g;
+        const Q8* x = pair.args->x.q8 + row * groups + g;
         tile_dots(rows == kTileRows, x, groups * static_cast<std::int64_t>(sizeof(Q8)), &group.lines[0][0],
                   &group.lines[0][1], sizeof group.lines[0], dots[0][0]);
         for (std::int64_t r = 0; r < rows; ++r) {
-          F(&sum)[2] = sums[row - begin + r];
-          for (int p = 0; p < 2; ++p) {
-            sum[p] = scaled(sum[p], load(dots[p][r]), group.scale[p], group.minimum[p], x[r * groups]);
+          float* sum = kept + (row - begin + r) * 2 * kPanel;
+          const I from = origin<has_min>(x[r * groups], minus_zero);
+          for (int p = 0; p < 2; ++p, sum += kPanel) {
+            store(sum, scaled<has_min>(load(sum), from + load(dots[p][r]), group.scales, p, x[r * groups]));
           }
         }
       }
     }
-  }
-  for (tile.row = begin; tile.row < end; ++tile.row) {
-    finish<1>(tile, reinterpret_cast<const Sums<1>&>(sums[tile.row - begin]));
-  }
+  });
+  finish(pair, begin, end, kept);
 }
 
-inline void bf16_rows_of_pair(Tile tile, std::int64_t begin, std::int64_t end) {
+inline void bf16_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
   alignas(64) float sums[2][kTileRows][kPanel];
-  const Forms& x = tile.args->x;
+  alignas(64) float kept[kTileRows][2][kPanel];
+  const Forms& x = pair.args->x;
   const Tiles tiles(tile_config(end - begin, 64, 16));
   for (std::int64_t row = begin; row < end; row += kTileRows) {
     const std::int64_t rows = least<std::int64_t>(kTileRows, end - row);
-    tile_bf16(rows == kTileRows, x.bf16 + row * x.bf16_stride, x.bf16_stride, tile.segment->panel(tile.panels[0]),
-              tile.segment->panel(tile.panels[1]), sums[0][0]);
+    tile_bf16(rows == kTileRows, x.bf16 + row * x.bf16_stride, x.bf16_stride, pair.segment->panel(pair.panels[0]),
+              pair.segment->panel(pair.panels[1]), sums[0][0]);
     for (std::int64_t r = 0; r < rows; ++r) {
-      tile.row = row + r;
-      finish<1>(tile, {{load(sums[0][r]), load(sums[1][r])}});
+      for (int p = 0; p < 2; ++p) store(kept[r][p], load(sums[p][r]));
     }
+    finish(pair, row, row + rows, kept[0][0]);
   }
 }
 
 #else
 
-// Many rows: runs of unpacked groups. Bit for bit what add_packed makes of them.
-template <Format format>
-void many_rows_of_pair(Tile tile, std::int64_t begin, std::int64_t end) {
-  Group unpacked[kUnpackGroups];
+// Many rows: runs of groups, whose nibbles the first tile unpacks for all. The sums wait in `kept` from run to run.
+template <Format format, bool has_min>
+void many_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
+  Group unpacked[kRunGroups];
   alignas(64) float kept[kRowBlock * 2 * kPanel];
-  Ahead ahead(tile);
-  const std::int64_t groups = tile.args->weight->columns / kGroup;
-  for (std::int64_t first = 0; first < groups; first += kUnpackGroups) {
-    const std::int64_t last = least(groups, first + kUnpackGroups);
-    unpack<format>(tile, first, last, unpacked);
+  Ahead ahead(pair);
+  in_runs(pair.groups(), [&](std::int64_t first, std::int64_t last) {
     in_tiles<kQuantisedRows>(begin, end, [&]<int R>(std::int64_t row) {
-      tile.row = row;
-      unpacked_tile<R>(tile, unpacked, first, last, kept + (row - begin) * 2 * kPanel, ahead);
+      float* const to = kept + (row - begin) * 2 * kPanel;
+      if constexpr (format == Format::q8) {
+        add_groups<R>(pair, Packed<format, has_min>(pair), row, first, last, to, ahead);
+      } else if (row == begin) {
+        add_groups<R>(pair, Unpacking<format, has_min>(pair, first, unpacked), row, first, last, to, ahead);
+      } else {
+        add_groups<R>(pair, Unpacked<has_min>(first, unpacked), row, first, last, to, ahead);
+      }
+      if (last == pair.groups()) finish(pair, row, row + R, to);
     });
-  }
+  });
 }
 
-inline void bf16_rows_of_pair(const Tile& tile, std::int64_t begin, std::int64_t end) {
-  rows_of_pair<Format::bf16>(tile, begin, end);
+inline void bf16_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
+  rows_of_pair<Format::bf16>(pair, begin, end);
 }
 #endif
 
-inline void rows_of_pair(const Tile& tile, std::int64_t begin, std::int64_t end) {
-  const bool many = end - begin >= kUnpackRows;
-  switch (tile.segment->format) {
-    case Format::q4:
-      return many ? many_rows_of_pair<Format::q4>(tile, begin, end) : rows_of_pair<Format::q4>(tile, begin, end);
-    case Format::q8:
-      return many ? many_rows_of_pair<Format::q8>(tile, begin, end) : rows_of_pair<Format::q8>(tile, begin, end);
-    case Format::bf16: return bf16_rows_of_pair(tile, begin, end);
-    case Format::f16: return rows_of_pair<Format::f16>(tile, begin, end);
-    case Format::f32: return rows_of_pair<Format::f32>(tile, begin, end);
+template <Format format>
+void quantised_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
+  if (end - begin >= kManyRows) {
+    return pair.segment->has_min ? many_rows_of_pair<format, true>(pair, begin, end)
+                                 : many_rows_of_pair<format, false>(pair, begin, end);
+  }
+  return pair.segment->has_min ? rows_of_pair<format, true>(pair, begin, end)
+                               : rows_of_pair<format, false>(pair, begin, end);
+}
+
+inline void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
+  switch (pair.segment->format) {
+    case Format::q4: return quantised_rows_of_pair<Format::q4>(pair, begin, end);
+    case Format::q8: return quantised_rows_of_pair<Format::q8>(pair, begin, end);
+    case Format::bf16: return bf16_rows_of_pair(pair, begin, end);
+    case Format::f16: return rows_of_pair<Format::f16>(pair, begin, end);
+    case Format::f32: return rows_of_pair<Format::f32>(pair, begin, end);
   }
 }
 
@@ -466,12 +548,12 @@ inline void linear(const LinearArgs& args, Team& team, int) {
       const std::int64_t begin = i / pairs * kRowBlock, end = least(args.rows, begin + kRowBlock);
       // Threads claim in turn, more or less.
       const std::int64_t guess = i + 1 < item + step ? i + 1 : item + team.size() * step;
-      Tile tile{&args, nullptr, {}, {}, begin};
-      place(args, least(guess, items - 1) % pairs, tile.segment, tile.next);
-      const Segment* const after = tile.segment;
-      place(args, i % pairs, tile.segment, tile.panels);
-      if (after != tile.segment) std::memcpy(tile.next, tile.panels, sizeof tile.next);
-      rows_of_pair(tile, begin, end);
+      Pair pair{&args, nullptr, {}, {}};
+      place(args, least(guess, items - 1) % pairs, pair.segment, pair.next);
+      const Segment* const after = pair.segment;
+      place(args, i % pairs, pair.segment, pair.panels);
+      if (after != pair.segment) std::memcpy(pair.next, pair.panels, sizeof pair.next);
+      rows_of_pair(pair, begin, end);
     }
   }
 }

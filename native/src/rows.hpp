@@ -38,16 +38,19 @@ OCTAVO_INLINE void store_piece(float* p, const Piece& x, std::int64_t n) {
 
 // --- forms ----------------------------------------------------------------------------------------------------------
 
-// x = q8 * scale with |q8| <= 127. What is not a number, or infinite, makes the scale so, and all that is computed of it.
+// x = q8 * scale with |q8| <= 127. What is not a number, or infinite, makes the scale so, and all that is computed of it:
+// as integers, the bits of an infinite size are above those of all numbers, and a NaN's above them.
 OCTAVO_INLINE void quantise(const Piece& x, Q8& to) {
-  F largest = {}, total = {};
+  I largest = {};
   for (const F& v : x.v) {
-    largest = max(largest, abs(v));
-    total += v;
+    const I size = as_int(abs(v));
+    largest = largest > size ? largest : size;
   }
-  const float peak = reduce_max(largest);
+  const std::int32_t bits = reduce_max(largest);
+  float peak;
+  std::memcpy(&peak, &bits, 4);
   const float inverse = peak > 0 ? 127.0f / peak : 0.0f;
-  to.scale = peak / 127.0f + 0.0f * reduce_add(total);
+  to.scale = peak / 127.0f;
   I count = {};
   for (int v = 0; v < kPieceVectors; ++v) {
     const I whole = round_to_int(x.v[v] * set1(inverse));
@@ -55,7 +58,7 @@ OCTAVO_INLINE void quantise(const Piece& x, Q8& to) {
     store_as(to.q + v * W, __builtin_convertvector(whole, B));
     count += whole;
   }
-  to.sum = to.scale * reduce_add(to_float(count));
+  to.sum = reduce_add(to_float(count));
 }
 
 OCTAVO_INLINE void put_bf16(const Piece& x, std::uint16_t* to) {

@@ -132,10 +132,13 @@ OCTAVO_INLINE I as_int(F v) { return (I)v; }
 OCTAVO_INLINE F to_float(I v) { return __builtin_convertvector(v, F); }
 OCTAVO_INLINE I widen(H v) { return __builtin_convertvector(v, I); }
 
+// An integer n with |n| < 2^22 is held biased as the bits of the float kBias + n: sums of integers that begin at the bits
+// of kBias are read as floats without being converted.
+constexpr float kBias = 12582912.0f;  // 1.5 * 2^23
+
 // Nearest integer, ties to even; |x| < 2^22.
 OCTAVO_INLINE I round_to_int(F x) {
-  const F magic = set1(12582912.0f);
-  return as_int(x + magic) - as_int(magic);
+  return as_int(x + set1(kBias)) - as_int(set1(kBias));
 }
 
 // Rounded to the nearest, ties to even; NaN stays NaN.
@@ -191,6 +194,14 @@ OCTAVO_INLINE F fma(F a, F b, F c) {
   return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
   return a * b + c;
+#endif
+}
+// scale * n, rounded once, of a biased n. `unbias` is scale * -kBias, which must be exact.
+OCTAVO_INLINE F times_biased(I n, F scale, [[maybe_unused]] F unbias) {
+#if defined(__FMA__)
+  return fma(as_float(n), scale, unbias);
+#else
+  return (as_float(n) - set1(kBias)) * scale;
 #endif
 }
 // Of a NaN and a number, the second argument.
@@ -276,12 +287,15 @@ OCTAVO_INLINE F tanh(F x) {
 // --- dot products inside lanes --------------------------------------------------------------------------------------
 
 // acc + the four products of each lane's unsigned bytes of u with the signed bytes of s, exactly.
+// `seven_bits`: no byte of u is above 127.
+template <bool seven_bits = false>
 OCTAVO_INLINE I dot_u8s8(I acc, I u, I s) {
 #if defined(__AVX512VNNI__)
   return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   // Sums of two products saturate at 16 bits, which seven bits of u cannot reach: the eighth goes by itself.
   const __m256i ones = _mm256_set1_epi16(1), bytes = (__m256i)s;
+  if constexpr (seven_bits) return acc + (I)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)u, bytes), ones);
   const __m256i low = _mm256_and_si256((__m256i)u, _mm256_set1_epi8(0x7f));
   const __m256i top = _mm256_and_si256(_mm256_srli_epi16((__m256i)u, 7), _mm256_set1_epi8(1));
   const __m256i of_low = _mm256_madd_epi16(_mm256_maddubs_epi16(low, bytes), ones);

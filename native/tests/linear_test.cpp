@@ -148,7 +148,7 @@ void test_product(const Type& type, std::int64_t n, std::int64_t k, std::int64_t
     }
   }
   check(worst < 3e-6, what + ": off by " + std::to_string(worst * 1e6) + "e-6");
-  for (const std::int64_t row : {std::int64_t{0}, rows / 2, rows - 1}) {
+  for (std::int64_t row = 0; row < rows; row += rows > 40 ? 13 : 1) {
     std::vector<float> alone(before.begin(), before.begin() + out_stride);
     run({weight.get(), bias.data(), x.forms(row), 1, alone.data(), out_stride, gated, Activation::silu, alone.data(),
          out_stride},
@@ -188,7 +188,26 @@ void test_norm(std::int64_t columns, std::int64_t group, bool layer) {
   }
 }
 
-// What is not a number must stay so through int8, not become one.
+// The largest sums that integers of a group can make, of either sign.
+void test_extremes() {
+  for (const int byte : {-128, 127}) {
+    const std::int64_t n = 32, k = 64, rows = 33;
+    std::vector<std::uint8_t> raw(static_cast<std::size_t>(n * k / 32 * 34), static_cast<std::uint8_t>(byte));
+    for (std::size_t block = 0; block < raw.size(); block += 34) std::memcpy(&raw[block], "\x00\x3c", 2);  // 1.0
+    const auto weight = pack({{"Q8_0", raw.data(), n, k}}, 1);
+    Rows x(rows, k);
+    for (std::int64_t i = 0; i < rows * x.stride; ++i) x.f32[static_cast<std::size_t>(i)] = i / x.stride % 2 ? 127 : -127;
+    isa::kKernels.convert(x.forms(0), k, 0, rows);
+    std::vector<float> out(static_cast<std::size_t>(rows * n));
+    run({weight.get(), nullptr, x.forms(0), rows, nullptr, 0, false, Activation::silu, out.data(), n}, 1);
+    for (std::int64_t i = 0; i < rows * n; ++i) {
+      const auto expected = static_cast<float>(k * byte * (i / n % 2 ? 127 : -127));
+      check(out[static_cast<std::size_t>(i)] == expected, "products of extremes");
+    }
+  }
+}
+
+// What is not a number must stay so through int8, not become one, and keep to its row.
 void test_not_a_number() {
   for (const float bad : {NAN, INFINITY, -INFINITY}) {
     std::vector<float> x(64, 1.0f);
@@ -200,6 +219,19 @@ void test_not_a_number() {
     forms.q8 = q8.data();
     isa::kKernels.convert(forms, 64, 0, 1);
     check(std::isfinite(q8[0].scale) && !std::isfinite(q8[1].scale), "int8 of a value that is no number");
+    for (const char* name : {"Q4_1", "Q8_0"}) {
+      const std::size_t block_bytes = name[1] == '4' ? 20 : 34;
+      const std::vector<std::uint8_t> raw(32 * 2 * block_bytes, 0x22);
+      const auto weight = pack({{name, raw.data(), 32, 64}}, 1);
+      Rows rows(33, 64);
+      rows.f32[static_cast<std::size_t>(20 * rows.stride + 40)] = bad;
+      isa::kKernels.convert(rows.forms(0), 64, 0, 33);
+      std::vector<float> out(33 * 32);
+      run({weight.get(), nullptr, rows.forms(0), 33, nullptr, 0, false, Activation::silu, out.data(), 32}, 1);
+      for (std::size_t i = 0; i < out.size(); ++i) {
+        check(std::isfinite(out[i]) == (i / 32 != 20), std::string(name) + " times a value that is no number");
+      }
+    }
   }
 }
 
@@ -235,6 +267,7 @@ void test_functions() {
 
 int main() {
   test_functions();
+  test_extremes();
   test_not_a_number();
   for (const Type& type : kTypes) {
     for (const std::int64_t k : {32, 96, 256, 1280}) {
@@ -244,6 +277,8 @@ int main() {
       test_product(type, 1, k, 17, false);
       test_product(type, 64, k, 31, true);
     }
+    for (std::int64_t rows = 2; rows < 16; ++rows) test_product(type, 40, 256, rows, false);
+    test_product(type, 40, 1792, 32, false);  // runs of groups that are not equal
     test_product(type, 96, 256, 127, false);
     test_product(type, 35, 256, 531, false);
     test_product(type, 96, 256, 15, true);
