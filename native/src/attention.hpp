@@ -159,15 +159,22 @@ struct Layout {
 
 // --- writing keys and values ----------------------------------------------------------------------------------------
 
+// Of a token: its place in the plan's tables.
+OCTAVO_INLINE Rotation rotation_of(const AttentionArgs& a, std::int64_t token) {
+  if (a.rope < 0) return {nullptr, nullptr, 0};
+  const Rotation& all = a.plan->rotations[a.rope];
+  return {all.cos + token * all.half, all.sin + token * all.half, all.half};
+}
+
 // Turns dimension i with dimension i + half; those from 2 * half on stay (RoFormer: Su et al. 2021, arXiv:2104.09864).
 // `out` ends in zeros up to a whole vector.
-OCTAVO_INLINE void rotate(const float* x, std::int64_t dim, const float* cos, const float* sin, std::int64_t half,
-                          float* out) {
+OCTAVO_INLINE void rotate(const float* x, std::int64_t dim, const Rotation& by, float* out) {
+  const std::int64_t half = by.half;
   for (std::int64_t i = 2 * half; i < dim; i += W) store_up_to(out + i, load_up_to(x + i, dim - i), dim - i);
   for (std::int64_t i = dim; i < whole_vectors(dim); ++i) out[i] = 0.0f;
   for (std::int64_t i = 0; i < half; i += W) {
     const std::int64_t n = half - i;
-    const F c = load_up_to(cos + i, n), s = load_up_to(sin + i, n);
+    const F c = load_up_to(by.cos + i, n), s = load_up_to(by.sin + i, n);
     const F left = load_up_to(x + i, n), right = load_up_to(x + half + i, n);
     store_up_to(out + i, left * c - right * s, n);
     store_up_to(out + half + i, right * c + left * s, n);
@@ -247,25 +254,27 @@ OCTAVO_INLINE void round_query(const float* query, std::int64_t dim, float* out)
   std::memcpy(bytes + wide, &rest, sizeof rest);
 }
 
-// A thread's rows: queries rotated into the plan's scratch, keys and values into their slots.
+// A token's rotated query of a head, as `attend` takes it.
 template <class T>
-void write(const AttentionArgs& a, std::int64_t begin, std::int64_t end) {
-  const Layout<T> at(a);
-  const Rotation rotation = a.rope < 0 ? Rotation{nullptr, nullptr, 0} : a.plan->rotations[a.rope];
-  float turned[kMaxHeadDim + W];
-  for (std::int64_t t = begin; t < end; ++t) {
-    const float *cos = rotation.cos + t * rotation.half, *sin = rotation.sin + t * rotation.half;
-    float* query = a.plan->queries + t * a.num_heads * at.wide();
-    for (std::int64_t h = 0; h < a.num_heads; ++h, query += at.wide()) {
-      rotate(a.q + t * a.q_stride + h * at.dim, at.dim, cos, sin, rotation.half, T::scaled ? turned : query);
-      if constexpr (T::scaled) round_query(turned, at.dim, query);
-    }
-    const std::int64_t slot = a.plan->step.slots[t], block = slot / at.size, offset = slot % at.size;
-    for (std::int64_t h = 0; h < a.num_kv_heads; ++h) {
-      rotate(a.k + t * a.k_stride + h * at.dim, at.dim, cos, sin, rotation.half, turned);
-      write_pair(at, block, offset, h, turned, a.v + t * a.v_stride + h * at.dim);
-    }
+OCTAVO_INLINE void turn_query(const AttentionArgs& a, std::int64_t token, std::int64_t head, float* out) {
+  const float* const query = a.q + token * a.q_stride + head * a.head_dim;
+  if constexpr (T::scaled) {
+    float turned[kMaxHeadDim + W];
+    rotate(query, a.head_dim, rotation_of(a, token), turned);
+    round_query(turned, a.head_dim, out);
+  } else {
+    rotate(query, a.head_dim, rotation_of(a, token), out);
   }
+}
+
+// A token's key and value of a head to their slot.
+template <class T>
+void write(const AttentionArgs& a, std::int64_t token, std::int64_t head) {
+  const Layout<T> at(a);
+  const std::int64_t slot = a.plan->step.slots[token];
+  float turned[kMaxHeadDim + W];
+  rotate(a.k + token * a.k_stride + head * at.dim, at.dim, rotation_of(a, token), turned);
+  write_pair(at, slot / at.size, slot % at.size, head, turned, a.v + token * a.v_stride + head * at.dim);
 }
 
 // --- reading a partition --------------------------------------------------------------------------------------------
@@ -284,11 +293,13 @@ struct Keys {
 // The last chunk of values up to token `end` of it, zeros from there: stale slots may hold NaN, and 0 * NaN is NaN.
 template <class T>
 const typename T::Stored* cut(const typename T::Stored* value, std::int64_t dim, int end, typename T::Stored* out) {
-  for (int token = 0; token < kChunk; ++token) {
-    const std::int64_t row = token / T::step * T::step * dim + token % T::step;
-    for (std::int64_t i = 0; i < dim; ++i)
-      out[row + i * T::step] = token < end ? value[row + i * T::step] : typename T::Stored{};
-  }
+  constexpr int lanes = sizeof(H) / sizeof(typename T::Stored);
+  for (int token = 0; token < kChunk; token += T::step)
+    for (std::int64_t i = token * dim; i < (token + T::step) * dim; i += lanes) {
+      H keep;
+      for (int lane = 0; lane < W; ++lane) keep[lane] = token + lane % T::step < end ? 0xffff : 0;
+      store_as(out + i, load_as<H>(value + i) & keep);
+    }
   return out;
 }
 
@@ -360,6 +371,7 @@ struct Place {
 };
 
 // Says which keys come next. Where none do, those of now stand in: a line that is there already costs little.
+// What is looked at before the keys comes closer at once.
 template <class T>
 void look_ahead(const Layout<T>& at, const StepView& step, const Place& place, Keys<T>& keys) {
   for (int c = 0; c < kChunks; ++c) keys.next[c] = keys.key[keys.first];
@@ -368,9 +380,16 @@ void look_ahead(const Layout<T>& at, const StepView& step, const Place& place, K
   for (int c = 0; c < kChunks; ++c) {
     const std::int64_t token = place.partition * kPartition + c * kChunk;
     if (token >= step.context_lens[place.sequence]) return;
-    typename T::Stored* const next = at.keys(table[token / at.size], place.head);
-    keys.next[c] = next + token % at.size * T::step;
-    if constexpr (T::scaled) __builtin_prefetch(at.scale(next, token % at.size), 0, 2);
+    const std::int64_t block = table[token / at.size], offset = token % at.size;
+    typename T::Stored* const next = at.keys(block, place.head);
+    keys.next[c] = next + offset * T::step;
+    if constexpr (T::scaled) {
+      __builtin_prefetch(at.scale(next, offset), 0, 2);
+    } else if (token + kChunk > step.context_lens[place.sequence]) {  // it will be cut
+      const char* const values = reinterpret_cast<const char*>(at.values(block, place.head) + offset * at.dim);
+      for (std::size_t i = 0; i < static_cast<std::size_t>(kChunk * at.dim) * sizeof *next; i += 64)
+        __builtin_prefetch(values + i, 0, 2);
+    }
   }
 }
 
@@ -395,6 +414,23 @@ OCTAVO_INLINE Scoring scoring_of(const AttentionArgs& a) {
   if (a.softcap == 0.0f) return {a.scale * kLog2e, 0.0f, 0.0f};
   return {kLog2e, a.softcap, a.scale / a.softcap};
 }
+
+// A thread's room in the plan's tiles.
+template <class T>
+struct Room {
+  float* queries;                // [kSegment][wide] rotated
+  typename T::Stored* gathered;  // a partition's keys and values
+  float* tile;                   // [wide][kTile] keys, or [kTile][wide] values, widened
+  float* sums;                   // [kSegment][wide] weighted values
+  float* scores;                 // [kSegment][kPitch], and soon weights
+
+  OCTAVO_INLINE Room(const AttentionPlan& plan, int thread, std::int64_t wide)
+      : queries(reinterpret_cast<float*>(plan.tiles + thread * plan.tile_bytes)),
+        gathered(reinterpret_cast<typename T::Stored*>(queries + kSegment * wide)),
+        tile(reinterpret_cast<float*>(gathered + 2 * kPartition * wide)),
+        sums(tile + kTile * wide),
+        scores(sums + kSegment * wide) {}
+};
 
 // What all rows of a work share.
 struct Walk {
@@ -684,19 +720,6 @@ void attend(const Walk& walk, const Keys<T>& keys, Row* rows) {
 // The same sums, in an order that suits prompts: keys and values are widened to float32 a tile at a time, and each tile
 // is used by all rows while it is near.
 
-// What the rows of a segment need on their way through a partition; in the plan's tiles, after a gathered partition.
-struct Room {
-  float* tile;    // [wide][kTile] keys, or [kTile][wide] values
-  float* sums;    // [kSegment][wide] weighted values
-  float* scores;  // [kSegment][kPitch], and soon weights
-
-  template <class T>
-  static OCTAVO_INLINE Room in(typename T::Stored* tiles, std::int64_t wide) {
-    float* const tile = reinterpret_cast<float*>(tiles + 2 * kPartition * wide);
-    return {tile, tile + kTile * wide, tile + (kTile + kSegment) * wide};
-  }
-};
-
 // Chunks [c, end) of keys as float32: a row of the tile is a dimension of all of them.
 template <class T>
 OCTAVO_INLINE void widen_keys(const Keys<T>& keys, int c, int end, std::int64_t wide, float* tile) {
@@ -837,7 +860,7 @@ OCTAVO_INLINE void add_group(const Group& group, int c, int stop, std::int64_t w
 
 // Up to kSegment rows and the keys of a partition.
 template <class T>
-void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t count, const Room& room) {
+void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t count, const Room<T>& room) {
   const std::int64_t wide = walk.wide;
   Group groups[kSegment / kRows + 1];
   std::int64_t num_groups = 0;
@@ -1009,12 +1032,15 @@ OCTAVO_INLINE void attend_up_to(const Walk& walk, const Keys<T>& keys, Row* rows
 // --- works ----------------------------------------------------------------------------------------------------------
 
 // Row i of a work: of its queries' heads that share a key/value head, one token's after another's.
-OCTAVO_INLINE Row row_of(const AttentionArgs& a, const Query* queries, std::int64_t head, std::int64_t i, bool whole) {
+template <class T>
+OCTAVO_INLINE Row make_row(const AttentionArgs& a, const Work& work, const Query* queries, std::int64_t head,
+                           std::int64_t i, float* turned) {
   const std::int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim;
   const Query& query = queries[i / group];
   const std::int64_t h = head * group + i % group;
-  float* const out = whole ? a.out + query.token * a.out_stride + h * dim : a.plan->partials + h * (dim + 2);
-  return {a.plan->queries + (query.token * a.num_heads + h) * whole_vectors(dim), &query, out, kLowest, 0.0f};
+  turn_query<T>(a, query.token, h, turned);
+  float* const out = work.whole ? a.out + query.token * a.out_stride + h * dim : a.plan->partials + h * (dim + 2);
+  return {turned, &query, out, kLowest, 0.0f};
 }
 
 // The tokens of a partition that any of the rows sees.
@@ -1034,7 +1060,7 @@ OCTAVO_INLINE void span(const Row* rows, std::int64_t count, std::int64_t partit
 // Rows of a work through all its partitions, one after another. `next`: what this thread is likely to read after them.
 template <class T>
 void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::int64_t count, const Place& next,
-               typename T::Stored* tile) {
+               const Room<T>& room) {
   const AttentionArgs& a = *walk.args;
   const Layout<T> at(a);
   const std::int32_t* table = a.plan->step.block_tables + work.sequence * a.plan->step.table_stride;
@@ -1043,12 +1069,12 @@ void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::
     span(rows, count, p, begin, end);
     if (begin >= end) continue;
     Keys<T> keys;
-    find(at, table, head, p, begin, end, tile, keys);
+    find(at, table, head, p, begin, end, room.gathered, keys);
     look_ahead(at, a.plan->step, p + 1 < work.end_partition ? Place{work.sequence, head, p + 1} : next, keys);
     walk.partition = p;
     if constexpr (!T::scaled) {
       if (count >= kManyRows) {
-        attend_many<T>(walk, keys, rows, count, Room::in<T>(tile, walk.wide));
+        attend_many<T>(walk, keys, rows, count, room);
         continue;
       }
     }
@@ -1059,14 +1085,15 @@ void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::
 
 template <class T>
 void do_work(const AttentionArgs& a, const Work& work, const Query* queries, std::int64_t head, const Place& next,
-             typename T::Stored* tile) {
+             const Room<T>& room) {
   const std::int64_t count = work.num_queries * (a.num_heads / a.num_kv_heads), dim = a.head_dim;
   Walk walk{&a, scoring_of(a), whole_vectors(dim), a.num_heads * (dim + 2), 0, work.whole};
   Row rows[kSegment];
   for (std::int64_t first = 0; first < count; first += kSegment) {
     const std::int64_t n = least<std::int64_t>(kSegment, count - first);
-    for (std::int64_t i = 0; i < n; ++i) rows[i] = row_of(a, queries, head, first + i, work.whole);
-    walk_rows<T>(walk, work, head, rows, n, next, tile);
+    for (std::int64_t i = 0; i < n; ++i)
+      rows[i] = make_row<T>(a, work, queries, head, first + i, room.queries + i * walk.wide);
+    walk_rows<T>(walk, work, head, rows, n, next, room);
   }
 }
 
@@ -1096,22 +1123,61 @@ OCTAVO_INLINE const Schedule& schedule_of(const AttentionArgs& a) {
   return *schedule;
 }
 
+// A thread's share of the pairs of a work and a head, one after another. The heads of a work lie beside each other, so
+// that they go together, until so few are left that threads would wait for each other.
+class Share {
+ public:
+  OCTAVO_INLINE Share(Team& team, std::int64_t heads, std::int64_t total) : team_(team), heads_(heads), total_(total) {}
+
+  OCTAVO_INLINE std::int64_t next() {  // total or more: that was all
+    if (next_ == end_) {
+      const std::int64_t run = total_ - end_ > 2 * heads_ * team_.size() ? heads_ : 1;
+      next_ = team_.claim(run);
+      end_ = next_ + run;
+    }
+    return next_++;
+  }
+
+ private:
+  Team& team_;
+  const std::int64_t heads_, total_;
+  std::int64_t next_ = 0, end_ = 0;
+};
+
+// All works. A thread knows the one after the one it is at: it has written that one's keys, which takes its time to
+// reach memory, and lets the others come closer.
+template <class T>
+void do_works(const AttentionArgs& a, const Schedule& schedule, Team& team, const Room<T>& room) {
+  const std::int64_t heads = a.num_kv_heads, total = schedule.num_works * heads;
+  Share share(team, heads, total);
+  const auto take = [&] {
+    const std::int64_t i = share.next();
+    if (i >= total) return i;
+    const Work& work = schedule.works[i / heads];
+    for (std::int64_t q = 0; work.writes && q < work.num_queries; ++q)
+      write<T>(a, schedule.queries[work.first_query + q].token, i % heads);
+    return i;
+  };
+  for (std::int64_t i = take(), next; i < total; i = next) {
+    next = take();
+    const std::int64_t then = next < total ? next : i;
+    const Work &work = schedule.works[i / heads], &after = schedule.works[then / heads];
+    do_work<T>(a, work, schedule.queries + work.first_query, i % heads,
+               {after.sequence, then % heads, after.first_partition}, room);
+  }
+}
+
 template <class T>
 void run(const AttentionArgs& a, Team& team, int thread) {
-  const std::int64_t tokens = a.plan->step.tokens;
-  write<T>(a, tokens * thread / team.size(), tokens * (thread + 1) / team.size());
-  team.barrier();
   const Schedule& schedule = schedule_of(a);
-  typename T::Stored* tile = reinterpret_cast<typename T::Stored*>(a.plan->tiles + thread * a.plan->tile_bytes);
-  const std::int64_t works = schedule.num_works * a.num_kv_heads;
-  for (std::int64_t i; (i = team.claim()) < works;) {
-    const Work& work = schedule.works[i / a.num_kv_heads];
-    // Threads take works in turn, more or less: a good guess at the one after this, without taking it from the others.
-    const std::int64_t guess = least(i + team.size(), works - 1);
-    const Work& after = schedule.works[guess / a.num_kv_heads];
-    do_work<T>(a, work, schedule.queries + work.first_query, i % a.num_kv_heads,
-               {after.sequence, guess % a.num_kv_heads, after.first_partition}, tile);
+  if (schedule.num_early > 0) {
+    const std::int64_t begin = schedule.num_early * thread / team.size();
+    const std::int64_t end = schedule.num_early * (thread + 1) / team.size();
+    for (std::int64_t i = begin; i < end; ++i)
+      for (std::int64_t head = 0; head < a.num_kv_heads; ++head) write<T>(a, schedule.early[i], head);
+    team.barrier();
   }
+  do_works<T>(a, schedule, team, Room<T>(*a.plan, thread, whole_vectors(a.head_dim)));
   if (schedule.num_merges == 0) return;
   team.barrier();
   const std::int64_t merges = schedule.num_merges * a.num_heads;

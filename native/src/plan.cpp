@@ -62,14 +62,13 @@ void AttentionPlanner::add_layer(int num_heads, int num_kv_heads, int head_dim, 
   const std::int64_t padded = (head_dim + 15) / 16 * 16;  // to whole vectors of any instruction set
   queries_per_key_ = std::max(queries_per_key_, num_heads / num_kv_heads);
   num_kv_heads_ = num_kv_heads_ == 0 ? num_kv_heads : std::min(num_kv_heads_, num_kv_heads);
-  query_elements_ = std::max<std::int64_t>(query_elements_, num_heads * padded);
   partial_elements_ = std::max<std::int64_t>(partial_elements_, num_heads * std::int64_t{head_dim + 2});
-  // Keys and values gathered; a tile of 64, sums and scores: attention.hpp, Room.
-  const std::int64_t floats = (2 * kPartition + 64 + kSegment) * padded + kSegment * (kPartition + 16);
+  // Queries; keys and values gathered; a tile of 64, sums and scores: attention.hpp, Room.
+  const std::int64_t floats = (2 * kPartition + 64 + 2 * kSegment) * padded + kSegment * (kPartition + 16);
   tile_bytes_ = std::max<std::int64_t>(tile_bytes_, floats * 4);
   for (const Windowed& known : windowed_)
     if (known.window == window) return;
-  windowed_.push_back(Windowed{window, {}, {}, {}, 0});
+  windowed_.push_back(Windowed{window, {}, {}, {}, {}, 0});
 }
 
 AttentionPlan* AttentionPlanner::begin(const StepView& step, int threads) {
@@ -86,13 +85,13 @@ AttentionPlan* AttentionPlanner::begin(const StepView& step, int threads) {
     partials = std::max(partials, windowed.partials);
     schedules_.push_back({windowed.window, windowed.queries.data(), windowed.works.data(),
                           static_cast<std::int64_t>(windowed.works.size()), windowed.merges.data(),
-                          static_cast<std::int64_t>(windowed.merges.size())});
+                          static_cast<std::int64_t>(windowed.merges.size()), windowed.early.data(),
+                          static_cast<std::int64_t>(windowed.early.size())});
   }
   place_rotations();
   plan_.schedules = schedules_.data();
   plan_.num_schedules = static_cast<int>(schedules_.size());
   plan_.rotations = rotations_.data();
-  plan_.queries = static_cast<float*>(queries_.need(4 * static_cast<std::size_t>(step.tokens * query_elements_)));
   plan_.partials = static_cast<float*>(partials_.need(4 * static_cast<std::size_t>(partials * partial_elements_)));
   plan_.tiles = static_cast<std::uint8_t*>(tiles_.need(static_cast<std::size_t>(threads * tile_bytes_)));
   plan_.tile_bytes = tile_bytes_;
@@ -148,6 +147,7 @@ void AttentionPlanner::schedule(Windowed& windowed, int threads) {
   windowed.queries.clear();
   windowed.works.clear();
   windowed.merges.clear();
+  windowed.early.clear();
   windowed.partials = 0;
   singles_.clear();
   std::int64_t total = 0;
@@ -181,8 +181,8 @@ void AttentionPlanner::schedule(Windowed& windowed, int threads) {
 
 // Works of a sequence with several new tokens: tiles of neighbouring ones, over their context or runs of it.
 void AttentionPlanner::add_tiles(Windowed& windowed, std::int32_t sequence) {
-  const std::int32_t last = plan_.step.query_starts[sequence + 1];
-  for (std::int32_t first = plan_.step.query_starts[sequence]; first < last;) {
+  const std::int32_t start = plan_.step.query_starts[sequence], last = plan_.step.query_starts[sequence + 1];
+  for (std::int32_t first = start; first < last;) {
     const std::int32_t begin = first_partition(see(windowed, sequence, first));
     std::int64_t tile = std::max<std::int64_t>(1, kTileRows / queries_per_key_);
     tile = std::min<std::int64_t>(tile, last - first);
@@ -192,7 +192,7 @@ void AttentionPlanner::add_tiles(Windowed& windowed, std::int32_t sequence) {
       if (cost(tile, partitions) <= target_ || tile * queries_per_key_ <= kFewestRows || tile == 1) break;
     }
     const std::int64_t run = std::clamp<std::int64_t>(target_ / cost(tile, 1), 1, partitions);
-    const bool whole = run == partitions;
+    const bool whole = run == partitions, only = whole && tile == last - start;
     const std::int64_t first_query = static_cast<std::int64_t>(windowed.queries.size());
     for (std::int32_t t = first; t < first + tile; ++t) {
       Query q = see(windowed, sequence, t);
@@ -203,10 +203,11 @@ void AttentionPlanner::add_tiles(Windowed& windowed, std::int32_t sequence) {
         windowed.partials += parts;
       }
       windowed.queries.push_back(q);
+      if (!only) windowed.early.push_back(t);
     }
     for (std::int64_t p = begin; p < begin + partitions; p += run)
       windowed.works.push_back({first_query, tile, sequence, static_cast<std::int32_t>(p),
-                                static_cast<std::int32_t>(std::min(p + run, begin + partitions)), whole});
+                                static_cast<std::int32_t>(std::min(p + run, begin + partitions)), whole, only});
     first += static_cast<std::int32_t>(tile);
   }
 }
@@ -235,11 +236,15 @@ void AttentionPlanner::add_singles(Windowed& windowed) {
     }
   }
   for (const Single& single : singles_) {
-    if (single.num_works == 1 && single.last_work >= 0)
-      windowed.works[static_cast<std::size_t>(single.last_work)].whole = true;
-    else
-      windowed.merges.push_back({plan_.step.query_starts[single.sequence], single.partial + single.first_partition,
-                                 single.end_partition - single.first_partition});
+    if (single.num_works == 1 && single.last_work >= 0) {
+      Work& work = windowed.works[static_cast<std::size_t>(single.last_work)];
+      work.whole = work.writes = true;
+      continue;
+    }
+    const std::int32_t token = plan_.step.query_starts[single.sequence];
+    windowed.early.push_back(token);
+    windowed.merges.push_back({token, single.partial + single.first_partition,
+                               single.end_partition - single.first_partition});
   }
 }
 
@@ -257,7 +262,7 @@ void AttentionPlanner::add_alone(Windowed& windowed, Single& single, std::int32_
   windowed.queries.back().partial = single.partial;
   single.last_work = static_cast<std::int64_t>(windowed.works.size());
   ++single.num_works;
-  windowed.works.push_back({first_query, 1, single.sequence, partition, partition + 1, false});
+  windowed.works.push_back({first_query, 1, single.sequence, partition, partition + 1, false, false});
 }
 
 // Works for the members (of singles_) together: one, or several where one would keep the other threads waiting.
@@ -276,7 +281,7 @@ void AttentionPlanner::add_shared(Windowed& windowed, const std::int32_t* member
       windowed.queries.back().partial = single.partial;
       single.num_works += 2;  // whatever follows, there is something to merge
     }
-    windowed.works.push_back({first_query, end - begin, longest, partition, partition + 1, false});
+    windowed.works.push_back({first_query, end - begin, longest, partition, partition + 1, false, false});
   }
 }
 

@@ -42,7 +42,8 @@ struct Work {
   std::int64_t first_query, num_queries;
   std::int32_t sequence;  // whose block table leads to the keys
   std::int32_t first_partition, end_partition;
-  bool whole;  // these are all the partitions its queries see: the results are finished here, nothing is left to merge
+  bool whole;   // these are all the partitions its queries see: the results are finished here, nothing is left to merge
+  bool writes;  // nobody else reads its queries' own keys and values: who does the work writes them
 };
 
 // A query whose parts were computed by several works.
@@ -59,6 +60,8 @@ struct Schedule {
   std::int64_t num_works;
   const Merge* merges;
   std::int64_t num_merges;
+  const std::int32_t* early;  // tokens whose keys and values several works read: written before any of these begins
+  std::int64_t num_early;
 };
 
 // Cosines and sines, times the table's factor, of the step's positions: [T, half].
@@ -73,9 +76,8 @@ struct AttentionPlan {
   const Schedule* schedules;
   int num_schedules;
   const Rotation* rotations;
-  float* queries;         // [T, H, D padded to whole vectors] rotated
   float* partials;        // [partials, H, D + 2]
-  std::uint8_t* tiles;    // [threads, tile_bytes] room for a partition's keys and values, and what many rows need
+  std::uint8_t* tiles;    // [threads, tile_bytes] room for a segment's queries, a partition's keys and values, and more
   std::int64_t tile_bytes;
 };
 
@@ -127,6 +129,7 @@ class AttentionPlanner {
     std::vector<Query> queries;
     std::vector<Work> works;
     std::vector<Merge> merges;
+    std::vector<std::int32_t> early;
     std::int64_t partials;
   };
   struct Single {  // a sequence with one new token
@@ -151,7 +154,6 @@ class AttentionPlanner {
   const int block_size_;
   int queries_per_key_ = 1;             // most query heads of a key/value head
   int num_kv_heads_ = 0;                // the fewest of a layer
-  std::int64_t query_elements_ = 0;     // of a token, the most of a layer, with padding
   std::int64_t partial_elements_ = 0;   // of a query and partition, the most of a layer
   std::int64_t tile_bytes_ = 0;         // of a thread, the most of a layer
   std::int64_t target_ = 1;             // cost of a work that leaves no thread idle for long
@@ -161,7 +163,7 @@ class AttentionPlanner {
   std::vector<Rotation> rotations_;
   std::vector<Single> singles_;
   std::vector<std::int32_t> order_;
-  Scratch angles_, queries_, partials_, tiles_;
+  Scratch angles_, partials_, tiles_;
   AttentionPlan plan_{};
 };
 

@@ -1,5 +1,5 @@
-// The plan of random steps: every query sees each of its partitions once, shared blocks are read once, and no thread is
-// left without work. Knows no kernel.
+// The plan of random steps: every query sees each of its partitions once, every key is written once and before another
+// work reads it, shared blocks are read once, and no thread is left without work. Knows no kernel.
 #include "plan.hpp"
 
 #include <algorithm>
@@ -83,6 +83,25 @@ void check_cover(const Step& step, const Schedule& schedule) {
   }
 }
 
+// Keys are written early, or by the one work that computes all that is new of their sequence.
+void check_writes(const Step& step, const Schedule& schedule) {
+  std::multiset<std::int32_t> written(schedule.early, schedule.early + schedule.num_early), right;
+  for (std::int64_t w = 0; w < schedule.num_works; ++w) {
+    const Work& work = schedule.works[w];
+    if (!work.writes) continue;
+    const auto sequence = static_cast<std::size_t>(work.sequence);
+    expect(work.whole, "who writes keys reads all of them");
+    expect(work.num_queries == step.starts[sequence + 1] - step.starts[sequence], "who writes keys is their one reader");
+    for (std::int64_t i = 0; i < work.num_queries; ++i) {
+      const std::int32_t token = schedule.queries[work.first_query + i].token;
+      expect(step.starts[sequence] <= token && token < step.starts[sequence + 1], "a work writes to its own sequence");
+      written.insert(token);
+    }
+  }
+  for (std::size_t t = 0; t < step.positions.size(); ++t) right.insert(static_cast<std::int32_t>(t));
+  expect(written == right, "each key is written once");
+}
+
 void random_steps() {
   for (seed = 0; seed < 300; ++seed) {
     std::mt19937 random(seed);
@@ -100,7 +119,10 @@ void random_steps() {
     for (int threads : {1, 2, 16}) {
       const AttentionPlan* plan = planner.begin(step.view(), threads);
       expect(plan->num_schedules == 2, "each window has a schedule");
-      for (int i = 0; i < plan->num_schedules; ++i) check_cover(step, plan->schedules[i]);
+      for (int i = 0; i < plan->num_schedules; ++i) {
+        check_cover(step, plan->schedules[i]);
+        check_writes(step, plan->schedules[i]);
+      }
     }
   }
 }
