@@ -1,9 +1,10 @@
 """How far an engine's next-token distributions lie from the float32 reference's, on real weights and real text.
 
-    python benchmarks/quality.py MODEL... [--backend native] [--kv-dtype auto,int8] [--peers FOLDER] [--out FILE.json]
+    python benchmarks/quality.py MODEL... [--texts FILE...] [--longest 512] [--backend native] [--kv-dtype bf16,int8]
+        [--peers FOLDER] [--out FILE.json]
 
-For every token of 64 prompts (prompts.txt): KL(reference || engine) in nats over the whole vocabulary, the same weights
-and token ids given to both. A GGUF model is compared on llama.cpp as well where --peers holds it, through its library,
+For every token of 64 prompts (prompts.txt), or of longer texts, a file each: KL(reference || engine) in nats over the
+whole vocabulary, the same weights and token ids given to both. A GGUF model is compared on llama.cpp as well where --peers holds it, through its library,
 with its defaults. `end` is the mean at the last token of each prompt, where an answer would begin.
 """
 
@@ -32,7 +33,6 @@ from octavo.ops.interface import CacheLayout, StepInput
 
 Logits = NDArray[np.float32]  # [T, V]
 PROMPTS = Path(__file__).resolve().parent / "prompts.txt"
-LONGEST = 512  # tokens of a prompt
 BLOCK = 16
 
 
@@ -62,13 +62,15 @@ class Agreement:
 class Octavo:
     """One of Octavo's backends, computing a prompt in one step."""
 
-    def __init__(self, model: str | Path, settings: dict[str, object]) -> None:
-        config = make_config(None, {"num_blocks": LONGEST // BLOCK, "block_size": BLOCK, "swap_memory": 0, **settings})
+    def __init__(self, model: str | Path, longest: int, settings: dict[str, object]) -> None:
+        blocks = -(-longest // BLOCK)
+        config = make_config(None, {"num_blocks": blocks, "block_size": BLOCK, "swap_memory": 0, **settings})
         self.name = f"octavo {settings['backend']}, keys and values {settings['kv_dtype']}"
         self.engine: Engine = load_engine(model, config)
         built = self.engine.model
         layout = CacheLayout(built.num_layers, built.num_kv_heads, BLOCK, built.head_dim)
-        self._cache = self.engine.ops.new_cache(LONGEST // BLOCK, layout)
+        self._tables = np.arange(blocks, dtype=np.int32)[None]
+        self._cache = self.engine.ops.new_cache(blocks, layout)
 
     def logits(self, token_ids: Sequence[int], /) -> Logits:
         """Scores after each of the tokens."""
@@ -79,7 +81,7 @@ class Octavo:
             slots=places,
             query_starts=np.array([0, len(places)], np.int32),
             context_lens=np.array([len(places)], np.int32),
-            block_tables=np.arange(LONGEST // BLOCK, dtype=np.int32)[None],
+            block_tables=self._tables,
             logit_rows=places,
         )
         model = self.engine.model
@@ -91,13 +93,13 @@ class LlamaCpp:
 
     name = "llama.cpp"
 
-    def __init__(self, model: Path, peers: Path) -> None:
+    def __init__(self, model: Path, peers: Path, longest: int) -> None:
         (source,) = peers.glob("llama_cpp_python-*/vendor/llama.cpp")
         library = (peers / "lcpp" / "bin").resolve()
         headers = [f"-I{source / 'include'}", f"-I{source / 'ggml' / 'include'}"]
         link = [f"-L{library}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{library}"]
         program = compiled("llamacpp_logits.cpp", ["-std=c++20", "-O2", *headers, *link])
-        command = [str(program), str(model), str(num_processors())]
+        command = [str(program), str(model), str(num_processors()), str(longest)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._vocab = int(np.frombuffer(self._read(4), np.int32)[0])
 
@@ -125,22 +127,30 @@ class LlamaCpp:
 def compare(model: str, options: argparse.Namespace) -> list[Agreement]:
     """Every engine that can run the model, each against the reference."""
     path = resolve(model)
-    reference = Octavo(path, {"backend": "reference", "kv_dtype": "auto"})
+    longest = options.longest
+    reference = Octavo(path, longest, {"backend": "reference", "kv_dtype": "auto"})
     assert reference.engine.tokenizer is not None
-    texts = PROMPTS.read_text(encoding="utf-8").splitlines()[: options.prompts]
-    prompts = [reference.engine.tokenizer.encode(text)[:LONGEST] for text in texts]
+    prompts = [reference.engine.tokenizer.encode(text)[:longest] for text in texts_of(options)]
     with ExitStack() as open_ones:
         speakers: list[Speaker] = [
-            Octavo(path, {"backend": options.backend, "kv_dtype": kv_dtype}) for kv_dtype in options.kv_dtype.split(",")
+            Octavo(path, longest, {"backend": options.backend, "kv_dtype": kv_dtype})
+            for kv_dtype in options.kv_dtype.split(",")
         ]
         if path.suffix == ".gguf" and options.peers is not None:
             try:
-                peer = LlamaCpp(path, options.peers)
+                peer = LlamaCpp(path, options.peers, longest)
                 open_ones.callback(peer.close)
                 speakers.append(peer)
             except (OSError, ValueError, RuntimeError, CannotCompileError) as problem:
                 print(f"llama.cpp is left out: {problem}", file=sys.stderr)
         return agreements(path.name, reference, speakers, prompts)
+
+
+def texts_of(options: argparse.Namespace) -> list[str]:
+    """The texts asked for, or the prompts."""
+    if options.texts:
+        return [path.read_text(encoding="utf-8") for path in options.texts]
+    return PROMPTS.read_text(encoding="utf-8").splitlines()[: options.prompts]
 
 
 def agreements(
@@ -205,12 +215,14 @@ def main() -> None:
     parser.add_argument("--backend", default="native")
     parser.add_argument("--kv-dtype", default="auto", help="types of keys and values to try, with commas between")
     parser.add_argument("--peers", type=Path, help="the folder of the installed peers")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=64, help="how many of the prompts")
+    parser.add_argument("--texts", nargs="+", type=Path, metavar="FILE", help="instead of prompts")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of a text that are computed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     try:
         results = [result for model in options.models for result in compare(model, options)]
-    except OctavoError as problem:
+    except (OctavoError, OSError) as problem:
         print(f"quality.py: {problem}", file=sys.stderr)
         sys.exit(2)
     print(table(results))

@@ -1,4 +1,4 @@
-// llama.cpp's logits for token ids, so that its agreement with the float32 reference can be told: MODEL.gguf THREADS.
+// llama.cpp's logits for token ids, so that its agreement with the float32 reference can be told: MODEL.gguf THREADS LONGEST.
 //
 // Reads "count id id ..." from standard input again and again, and answers each with count x vocabulary floats, the
 // logits after every token, computed in one batch as a server computes a prompt. First of all it prints the size of
@@ -11,13 +11,14 @@
 #include <vector>
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
+  if (argc != 4) return 2;
+  const int longest = std::atoi(argv[3]);
   llama_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
   llama_backend_init();
   llama_model* model = llama_model_load_from_file(argv[1], llama_model_default_params());
   if (model == nullptr) return 3;
   llama_context_params params = llama_context_default_params();
-  params.n_ctx = params.n_batch = params.n_ubatch = 512;
+  params.n_ctx = params.n_batch = static_cast<std::uint32_t>(longest);
   params.n_threads = params.n_threads_batch = std::atoi(argv[2]);
   llama_context* context = llama_init_from_model(model, params);
   if (context == nullptr) return 4;
@@ -26,7 +27,7 @@ int main(int argc, char** argv) {
   std::fflush(stdout);
 
   int count = 0;
-  while (std::scanf("%d", &count) == 1 && count > 0 && count <= 512) {
+  while (std::scanf("%d", &count) == 1 && count > 0 && count <= longest) {
     llama_batch batch = llama_batch_init(count, 0, 1);
     batch.n_tokens = count;
     for (int i = 0; i < count; ++i) {

@@ -94,7 +94,8 @@ struct F32 {
 };
 
 // Bytes and a float32 for each token's key or value of a head: x = q * scale, |q| <= 127. Keys are kept as q + 128, as
-// the dot products of bytes want one side without a sign; queries are rounded likewise, weights to 16 bits.
+// the dot products of bytes want one side without a sign; queries are rounded likewise, weights to 16 bits. Keys and
+// queries are mixed before they are rounded.
 struct Int8 {
   using Stored = std::uint8_t;
   static constexpr bool scaled = true;
@@ -118,6 +119,30 @@ OCTAVO_INLINE Step step_of(const float* x, std::int64_t n) {
   return {size / 127.0f, 127.0f / size};
 }
 OCTAVO_INLINE I to_steps(F x, const Step& step) { return round_to_int(x * set1(step.inverse)); }
+
+// Mixes dimensions: the Walsh-Hadamard transform of each run of as many as the largest power of two that divides D, not
+// normalised, so that the product of two mixed rows is `mixed(D)` times what it was. A key's few large dimensions, which
+// would leave its bytes little for all others, are spread over all (QuaRot: Ashkboos et al. 2024, arXiv:2404.00456):
+// the divergence that rounding keys and queries causes becomes a fourth. `x` has whole vectors, zeros from D on.
+OCTAVO_INLINE std::int64_t mixed(std::int64_t dim) { return dim & -dim; }
+OCTAVO_INLINE void mix(float* x, std::int64_t dim) {
+  const std::int64_t run = mixed(dim);
+  for (std::int64_t i = 0; i < dim; i += W) {
+    F v = load(x + i);
+#pragma GCC unroll 4
+    for (int far = 1; far < W; far *= 2) {
+      if (far < run) v = fma(v, ((lanes() & far) == 0) ? set1(1.0f) : set1(-1.0f), across(v, far));
+    }
+    store(x + i, v);
+  }
+  for (std::int64_t far = W; far < run; far *= 2)
+    for (std::int64_t i = 0; i < dim; i += 2 * far)
+      for (float* at = x + i; at < x + i + far; at += W) {
+        const F left = load(at), right = load(at + far);
+        store(at, left + right);
+        store(at + far, left - right);
+      }
+}
 
 // --- the inside of a block ------------------------------------------------------------------------------------------
 // Of a layer, head, and key or value, a block holds block_size * D elements, and then scales, if any, of its tokens.
@@ -202,7 +227,7 @@ OCTAVO_INLINE void scatter(const typename T::Stored* row, std::int64_t n, typena
   for (; i < n; ++i) lanes_out[i * T::step + place] = row[i];
 }
 
-// Puts a token's key and value of a head at a place in a block.
+// Puts a token's key, mixed where it is rounded, and value of a head at a place in a block.
 template <class T>
 OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int64_t offset, std::int64_t head,
                               const float* key, const float* value) {
@@ -214,7 +239,8 @@ OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int6
       store_bytes(k + i, to_steps(load(key + i), of_key) + 128);
       store_bytes(v + i, to_steps(load_up_to(value + i, at.dim - i), of_value));
     }
-    std::memcpy(at.scale(keys, offset), &of_key.scale, sizeof of_key.scale);
+    const float key_scale = of_key.scale / static_cast<float>(mixed(at.dim));
+    std::memcpy(at.scale(keys, offset), &key_scale, sizeof key_scale);
     std::memcpy(at.scale(values, offset), &of_value.scale, sizeof of_value.scale);
   } else {
     for (std::int64_t i = 0; i < at.dim; i += W) {
@@ -261,6 +287,7 @@ OCTAVO_INLINE void turn_query(const AttentionArgs& a, std::int64_t token, std::i
   if constexpr (T::scaled) {
     float turned[kMaxHeadDim + W];
     rotate(query, a.head_dim, rotation_of(a, token), turned);
+    mix(turned, a.head_dim);
     round_query(turned, a.head_dim, out);
   } else {
     rotate(query, a.head_dim, rotation_of(a, token), out);
@@ -274,6 +301,7 @@ void write(const AttentionArgs& a, std::int64_t token, std::int64_t head) {
   const std::int64_t slot = a.plan->step.slots[token];
   float turned[kMaxHeadDim + W];
   rotate(a.k + token * a.k_stride + head * at.dim, at.dim, rotation_of(a, token), turned);
+  if constexpr (T::scaled) mix(turned, at.dim);
   write_pair(at, slot / at.size, slot % at.size, head, turned, a.v + token * a.v_stride + head * at.dim);
 }
 

@@ -98,6 +98,19 @@ OCTAVO_INLINE void store_some(float* p, F v, std::int64_t n) {
 #endif
 }
 
+// Each lane from the one whose number differs in bit `far`, a power of two below W.
+OCTAVO_INLINE F across(F v, int far) {
+#if defined(__AVX512F__)
+  return (F)_mm512_permutexvar_ps((__m512i)(lanes() ^ far), (__m512)v);
+#elif defined(__AVX2__)
+  return (F)_mm256_permutevar8x32_ps((__m256)v, (__m256i)(lanes() ^ far));
+#else
+  F out;
+  for (int i = 0; i < W; ++i) out[i] = v[i ^ far];
+  return out;
+#endif
+}
+
 // Lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(std::uint8_t* p, I v) {
 #if defined(__AVX512F__)

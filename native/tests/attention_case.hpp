@@ -42,7 +42,7 @@ inline float round_to(KvType type, float x) {
   return out[0];
 }
 
-// A row as a cache holds it. As bytes: multiples of a 127th of the largest.
+// A row as a cache holds it. As bytes: multiples of a 127th of the largest, keys and queries mixed.
 inline std::vector<double> round_to(KvType type, const std::vector<float>& row) {
   float largest = 0.0f;
   for (const float x : row) largest = std::max(largest, std::abs(x));
@@ -109,7 +109,7 @@ class Case {
         const auto k = turn(&k_[at(sequence)][at(t * key_width() + h / shape_.group * dim)], t, shape_.type);
         double score = 0;
         for (int i = 0; i < dim; ++i) score += q[at(i)] * k[at(i)];
-        score *= scale();
+        score *= static_cast<double>(scale()) / mixed();
         if (shape_.softcap > 0) score = shape_.softcap * std::tanh(score / shape_.softcap);
         scores.push_back(score);
       }
@@ -145,7 +145,24 @@ class Case {
       y[at(i)] = x[i] * c - x[i + half] * s;
       y[at(i + half)] = x[i + half] * c + x[i] * s;
     }
+    if (type == KvType::int8) mix(y);
     return round_to(type, y);
+  }
+
+  // The Walsh-Hadamard transform of runs of `mixed` dimensions, step by step in float.
+  void mix(std::vector<float>& y) const {
+    for (int far = 1; far < mixed(); far *= 2)
+      for (int i = 0; i < shape_.head_dim; ++i) {
+        if (i / far % 2) continue;
+        const float left = y[at(i)], right = y[at(i + far)];
+        y[at(i)] = left + right;
+        y[at(i + far)] = left - right;
+      }
+  }
+  int mixed() const {
+    int run = 1;
+    while (shape_.type == KvType::int8 && shape_.head_dim % (2 * run) == 0) run *= 2;
+    return run;
   }
 
   void make_cache(bool fork) {

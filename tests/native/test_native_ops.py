@@ -118,8 +118,15 @@ def test_a_vector_is_joined_and_moved() -> None:
     np.testing.assert_array_equal(OPS.vector(parts, offset=1.0), reference.vector(parts, offset=1.0))
 
 
-def byte_tolerance(q: np.ndarray, keys: np.ndarray, values: np.ndarray, rotated: int, factor: float) -> np.ndarray:
-    """How far attention in bytes may be off, [T, H]: q [T, H, D], keys and values [N, G, D], not rotated.
+def mixed(x: np.ndarray) -> np.ndarray:
+    """The Walsh-Hadamard transform of runs of dimensions, normalised, and so its own inverse: [..., D] to [..., D]."""
+    size = x.shape[-1] & -x.shape[-1]
+    signs = np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)], np.float32)
+    return (x.reshape(*x.shape[:-1], -1, size) @ (signs / np.float32(size**0.5))).reshape(x.shape)
+
+
+def byte_tolerance(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """How far attention in bytes may be off, [T, H]: q [T, H, D], keys and values [N, G, D], rotated and mixed.
 
     A row is rounded to steps of a 127th of its largest, so each element is off by a uniform error of +- half a step,
     whose deviation is step / sqrt(12). A score, q * k, is off by q * (k's errors) + k * (q's), a sum of independent
@@ -130,13 +137,12 @@ def byte_tolerance(q: np.ndarray, keys: np.ndarray, values: np.ndarray, rotated:
     """
 
     def step(x: np.ndarray) -> np.ndarray:
-        turned = factor * np.hypot(x[..., : rotated // 2], x[..., rotated // 2 : rotated])  # at most, at any angle
-        return np.concatenate([turned, np.abs(x)], axis=-1).max(-1) / 127
+        return np.abs(x).max(-1) / 127
 
     def of_group(x: np.ndarray) -> np.ndarray:
         return np.repeat(x, q.shape[1] // keys.shape[1])
 
-    norm_q, norm_k = (factor * np.linalg.norm(x, axis=-1) for x in (q, keys))
+    norm_q, norm_k = (np.linalg.norm(x, axis=-1) for x in (q, keys))
     from_keys, from_queries = norm_q * of_group(step(keys).max(0)), of_group(norm_k.max(0)) * step(q)
     deviation = q.shape[2] ** -0.5 * np.hypot(from_keys, from_queries) / 12**0.5
     spread = of_group((values.max(0) - values.min(0)).max(-1))
@@ -167,9 +173,13 @@ def test_attention_step_by_step(kv_type: Any, spec: tuple[int, int, int, int, in
             for o in (ops, reference)
         }
         got, want = (o.attention(q, k, v, caches[o], 1, o.plan(step), specs[o]) for o in (ops, reference))
-        keys, values = (np.concatenate([x, new.reshape(-1, kv_heads, dim)]) for x, new in ((keys, k), (values, v)))
+        q, k, v = (x.reshape(len(x), -1, dim) for x in (q, k, v))
+        if rotated:
+            by = reference.plan(step).rotation(rope[reference])
+            q, k = reference.rotate(q, *by), reference.rotate(k, *by)
+        keys, values = np.concatenate([keys, mixed(k)]), np.concatenate([values, v])
         if kv_type == "int8":
-            limit = byte_tolerance(q.reshape(-1, heads, dim), keys, values, rotated, 1.2 if rotated else 1.0)
+            limit = byte_tolerance(mixed(q), keys, values)
             assert (np.abs(got - want).reshape(-1, heads, dim) <= limit[:, :, None]).all()
         else:
             np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)

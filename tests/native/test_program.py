@@ -31,7 +31,7 @@ from octavo.ops.native_program import assemble
 from octavo.ops.native_trace import Ids, Instruction, Trace, Value
 from tests.models import small
 from tests.models.paged import nan_cache, paged_logits, scattered_tables, step_of
-from tests.native.test_native_ops import normal, stored
+from tests.native.test_native_ops import mixed, normal, stored
 
 LENGTHS = (45, 1, 23, 17)
 
@@ -77,8 +77,11 @@ def rounding(kv_type: str) -> Any:
         queries, keys, values = (x.reshape(len(x), -1, spec.head_dim) for x in (q, k, v))
         if spec.rope is not None:
             queries, keys = (reference.rotate(x, *plan.rotation(spec.rope)) for x in (queries, keys))
-        reference.write_kv(rounded(keys), rounded(values), cache, layer, plan.step.slots)
-        queries = rounded(queries) if kv_type == "int8" else queries
+        if kv_type == "int8":
+            queries, keys = (mixed(rounded(mixed(x))) for x in (queries, keys))
+        else:
+            keys = rounded(keys)
+        reference.write_kv(keys, rounded(values), cache, layer, plan.step.slots)
         return reference.paged_attention(queries, cache, layer, plan, spec).reshape(len(q), -1)
 
     return SimpleNamespace(**{**vars(reference), "attention": attention})
@@ -464,7 +467,7 @@ def test_results_hold_where_the_system_grants_fewer_threads_than_asked() -> None
     code = """if True:
         import numpy as np
         from octavo.ops.native import NativeOps
-        from tests.native.test_native_ops import normal, stored
+        from tests.native.test_native_ops import mixed, normal, stored
 
         x, tensor = normal(9, 32), stored(normal(48, 32))
         one, many = (ops.linear(x, ops.linear_weight([tensor])) for ops in (NativeOps("f32", 1), NativeOps("f32", 4)))
