@@ -4,8 +4,9 @@
         [--peers FOLDER] [--out FILE.json]
 
 For every token of 64 prompts (prompts.txt), or of longer texts, a file each: KL(reference || engine) in nats over the
-whole vocabulary, the same weights and token ids given to both. A GGUF model is compared on llama.cpp as well where --peers holds it, through its library,
-with its defaults. `end` is the mean at the last token of each prompt, where an answer would begin.
+whole vocabulary, the same weights and token ids given to both. A GGUF model is compared on llama.cpp as well where
+--peers holds it, through its library, with its defaults. `end` is the mean at the last token of each prompt, where an
+answer would begin.
 """
 
 from __future__ import annotations

@@ -11,8 +11,12 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.ops import reference
-from octavo.ops.backends import choose
+from octavo.ops.backends import auto_kv_type, choose
 from octavo.ops.native import NativeOps
+
+
+def choosing(*, quantised: bool = False, **settings: Any) -> Any:
+    return choose(EngineConfig(**settings), quantised=quantised)
 
 
 @pytest.mark.parametrize(
@@ -28,18 +32,30 @@ def test_the_kernels_are_taken_with_the_threads_and_types_asked_for(
     settings: Any, kv_type: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    ops = choose(EngineConfig(**settings))
+    ops = choosing(**settings)
     assert isinstance(ops, NativeOps)
     assert (ops.kv_type, ops.threads) == (kv_type, threads)
 
 
+@pytest.mark.parametrize(
+    ("isa", "kv_type"), [("avx512", "int8"), ("amx", "int8"), ("avx2", "bf16"), ("portable", "bf16")]
+)
+def test_keys_and_values_are_bytes_where_those_are_multiplied_fast(
+    isa: str, kv_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.ops.native._native.isa", lambda: isa)
+    assert choosing(quantised=True).kv_type == auto_kv_type(quantised=True) == kv_type
+    assert choosing(quantised=False).kv_type == auto_kv_type(quantised=False) == "bf16"
+    assert choosing(quantised=True, kv_dtype="f16").kv_type == "f16"
+
+
 def test_the_reference_is_taken_when_asked_for_and_refuses_what_it_cannot_do() -> None:
-    assert choose(EngineConfig(backend="reference")) is reference
-    assert choose(EngineConfig(backend="reference", kv_dtype="f32", deterministic=False)) is reference
+    assert choosing(backend="reference", quantised=True) is reference
+    assert choosing(backend="reference", kv_dtype="f32", deterministic=False) is reference
     with pytest.raises(ConfigError, match="kv_dtype is bf16; the reference"):
-        choose(EngineConfig(backend="reference", kv_dtype="bf16"))
+        choosing(backend="reference", kv_dtype="bf16")
     with pytest.raises(ConfigError, match="deterministic"):
-        choose(EngineConfig(backend="reference", deterministic=True))
+        choosing(backend="reference", deterministic=True)
 
 
 def test_without_kernels_the_reference_computes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +63,12 @@ def test_without_kernels_the_reference_computes_and_says_so(monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "octavo.ops.native")
     monkeypatch.delattr("octavo._native", raising=False)
     with pytest.warns(RuntimeWarning, match="no native kernels"):
-        assert choose(EngineConfig()) is reference
+        assert choosing() is reference
+    assert auto_kv_type(quantised=True) == "f32"
     with pytest.raises(ConfigError, match="no native kernels"):
-        choose(EngineConfig(backend="native"))
+        choosing(backend="native")
     with pytest.warns(RuntimeWarning), pytest.raises(ConfigError, match="deterministic"):
-        choose(EngineConfig(deterministic=True))
+        choosing(deterministic=True)
 
 
 def test_an_instruction_set_that_is_not_there_is_a_setting_that_cannot_be() -> None:

@@ -31,8 +31,8 @@ def load_engine(model: str | Path, config: EngineConfig) -> Engine:
     from octavo.loading.resolve import resolve
     from octavo.ops.backends import choose
 
-    ops = choose(config)
     checkpoint = load_checkpoint(resolve(model))
+    ops = choose(config, quantised=checkpoint.quantised)
     built = models.build(checkpoint, ops, config.max_model_len)
     return Engine(built, ops, config, tokenizer=checkpoint.tokenizer, eos_ids=_eos_ids(checkpoint))
 

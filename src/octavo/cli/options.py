@@ -93,7 +93,10 @@ class EngineOptions:
     ] = None
     kv_dtype: Annotated[
         str | None,
-        _engine("kv_dtype", "Keys and values are kept as bf16, f16, f32, int8 or auto: bf16, by the reference f32."),
+        _engine(
+            "kv_dtype",
+            "Keys and values are kept as bf16, f16, f32, int8 or auto: int8 if weights are quantised, else bf16.",
+        ),
     ] = None
     deterministic: Annotated[
         bool | None,

@@ -45,7 +45,7 @@ Dtype = Annotated[
     str,
     typer.Option(
         "--dtype",
-        help=f"What keys and values are kept as, --kv-dtype elsewhere: {', '.join(ELEMENT_BYTES)}.",
+        help=f"What keys and values are kept as, --kv-dtype elsewhere: auto, {', '.join(ELEMENT_BYTES)}.",
     ),
 ]
 AvgPrompt = Annotated[int | None, typer.Option("--avg-prompt", min=1, help="Tokens of an average prompt.")]
@@ -90,7 +90,7 @@ def plan(
     memory: Memory = None,
     context: Context = None,
     block_size: BlockSize = 16,
-    dtype: Dtype = "bf16",
+    dtype: Dtype = "auto",
     avg_prompt: AvgPrompt = None,
     avg_output: AvgOutput = None,
     typical: Typical = None,
@@ -119,8 +119,8 @@ def plan(
 
       octavo plan ./llama-7b --dtype f16 --trace azure.csv --target-queued 1%
     """
-    if dtype not in ELEMENT_BYTES:
-        raise RequestError(f"--dtype is {dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}.")
+    if dtype not in ("auto", *ELEMENT_BYTES):
+        raise RequestError(f"--dtype is {dtype!r}; it must be one of auto, {', '.join(ELEMENT_BYTES)}.")
     if (avg_prompt is None) != (avg_output is None):
         raise RequestError("--avg-prompt and --avg-output go together; give both, or --typical.")
     if avg_prompt is not None and avg_output is not None:
@@ -131,7 +131,11 @@ def plan(
         raise RequestError("--memory is missing; give it, or a --trace to learn what memory it needs.")
     if trace is not None and typical is not None:
         raise RequestError("A trace tells how long its requests are; give --trace, or the average lengths.")
-    config = _config(model)
+    from octavo.ops.backends import auto_kv_type
+
+    config, quantised = _config(model)
+    if dtype == "auto":
+        dtype = auto_kv_type(quantised=quantised)
     shape = _shape(config, dtype)
     if trace is not None:
         plan_trace(
@@ -174,8 +178,11 @@ def _shape(config: dict[str, Any], dtype: str) -> KVShape:
     )
 
 
-def _config(model: str) -> dict[str, Any]:
-    """The model's settings in our dialect. Raises ModelError if it cannot be had or is not supported."""
+def _config(model: str) -> tuple[dict[str, Any], bool]:
+    """The model's settings in our dialect, and whether its weights are quantised.
+
+    Raises ModelError if it cannot be had or is not supported.
+    """
     from octavo.loading.checkpoint import load_checkpoint
     from octavo.loading.dialect import normalise
     from octavo.loading.files import read_json
@@ -185,8 +192,9 @@ def _config(model: str) -> dict[str, Any]:
     if not Path(model).exists() and "/" in model:
         alone = _config_from_hub(model) or alone
     if alone.is_file():
-        return normalise(read_json(alone), alone)
-    return load_checkpoint(resolve(model)).config
+        return normalise(read_json(alone), alone), False  # a folder's never are
+    checkpoint = load_checkpoint(resolve(model))
+    return checkpoint.config, checkpoint.quantised
 
 
 def _config_from_hub(model: str) -> Path | None:

@@ -5,6 +5,7 @@ Knows the two kinds of source, a GGUF file and a Hugging Face folder; knows noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from octavo.errors import ModelError
 from octavo.loading.files import is_there
+from octavo.loading.storage import BY_NAME
 from octavo.loading.tensor import StoredTensor
 from octavo.loading.tokenizer import Tokenizer
 
@@ -33,6 +35,14 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: Mapping[str, StoredTensor]
     tokenizer: Tokenizer | None  # None: the folder has none
+
+    @property
+    def quantised(self) -> bool:
+        """Whether most of the weights are kept in a quantised type."""
+        sizes = {True: 0, False: 0}
+        for tensor in self.tensors.values():
+            sizes[BY_NAME[tensor.dtype].quantised] += math.prod(tensor.shape)
+        return sizes[True] > sizes[False]
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
         """The named weight; raises ModelError if it is missing or, where `shape` is given, has another shape."""

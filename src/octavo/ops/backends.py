@@ -9,15 +9,15 @@ from octavo.errors import ConfigError
 from octavo.ops.interface import Ops
 
 
-def choose(config: EngineConfig) -> Ops:
-    """The operations for an engine of these settings.
+def choose(config: EngineConfig, *, quantised: bool) -> Ops:
+    """The operations for an engine of these settings, on weights that are quantised or not.
 
     "auto" takes the native kernels, and where this installation has none, the NumPy reference with a warning, as the
     answers are the same. Raises ConfigError for kernels that are not there, and for what a backend cannot do.
     """
     if config.backend != "reference":
         try:
-            return _native(config)
+            return _native(config, quantised)
         except ImportError as error:
             lacking = f"This installation has no native kernels ({error})"
             if config.backend == "native":
@@ -26,12 +26,28 @@ def choose(config: EngineConfig) -> Ops:
     return _reference(config)
 
 
-def _native(config: EngineConfig) -> Ops:
+def auto_kv_type(*, quantised: bool) -> str:
+    """What kv_dtype auto is here: the kernels' choice, or float32 where this installation has none.
+
+    Raises ConfigError for an instruction set asked for that is not there.
+    """
+    try:
+        from octavo.ops.native import auto_kv_type as of_kernels
+
+        return of_kernels(quantised=quantised)
+    except ImportError:
+        return "f32"
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _native(config: EngineConfig, quantised: bool) -> Ops:
     """Deterministic without being asked: no sum depends on the batch or the threads."""
-    from octavo.ops.native import NativeOps
+    from octavo.ops.native import NativeOps, auto_kv_type
 
     try:
-        return NativeOps("bf16" if config.kv_dtype == "auto" else config.kv_dtype, config.threads)
+        kv_type = auto_kv_type(quantised=quantised) if config.kv_dtype == "auto" else config.kv_dtype
+        return NativeOps(kv_type, config.threads)
     except ValueError as error:  # OCTAVO_ISA names what is not usable here
         raise ConfigError(str(error)) from None
 

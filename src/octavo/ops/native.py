@@ -52,6 +52,15 @@ class RopeTable:
     factor: float
 
 
+def auto_kv_type(*, quantised: bool) -> KvType:
+    """What keys and values are best kept as, beside weights that are quantised or not.
+
+    int8 where weights are quantised, as the kernels then round what they multiply to 8 bits anyway, and where the
+    instruction set multiplies bytes: half the memory in half the time. Elsewhere bytes would only take longer.
+    """
+    return "int8" if quantised and _native.isa() in ("avx512", "amx") else "bf16"
+
+
 class NativeOps:
     """The operations, on `threads` threads (None: OMP_NUM_THREADS, or the processors this process may use).
 
