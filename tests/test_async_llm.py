@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from octavo.async_llm import AsyncLLM
+from octavo.async_llm import AsyncLLM, Stream
+from octavo.engine.request import Request
 from octavo.errors import OctavoError, RequestError
 from octavo.outputs import RequestOutput
 from octavo.params import SamplingParams
+from octavo.server.pace import Pace
 from tests.engine.test_engine_memory import make_engine
 from tests.engine.toy import ToyModel, greedy
 
@@ -108,6 +112,114 @@ def test_several_prompts_go_into_one_stream_and_equal_each_alone(llm: AsyncLLM) 
         await wait_until_empty(llm)
 
     asyncio.run(both())
+
+
+class Signal:
+    """A pace that wakes at once and counts how often, and has others believe that it would wait."""
+
+    def __init__(self, waits_until: float) -> None:
+        self.waits_until = waits_until
+        self.wakes = 0
+
+    def wake(self, stream: Stream) -> None:
+        self.wakes += 1
+        stream.wake()
+
+
+@pytest.fixture
+def steps_of_2_ms(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm._engine.step
+
+    def slow() -> list[Request]:
+        time.sleep(0.002)
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", slow)
+
+
+async def read_all(stream: Stream, whole: dict[str, RequestOutput], num_requests: int = 1) -> None:
+    """Add up what is still to come."""
+    while len(whole) < num_requests or not all(output.finished for output in whole.values()):
+        for output in await asyncio.wait_for(stream.get(), 10):
+            whole.setdefault(output.request_id, output)
+            if whole[output.request_id] is not output:
+                whole[output.request_id].extend(output)
+
+
+@pytest.mark.usefixtures("steps_of_2_ms")
+def test_news_that_would_wait_is_held_and_nothing_of_it_is_lost(llm: AsyncLLM) -> None:
+    params = SamplingParams(n=2, seed=3, max_tokens=60, ignore_eos=True, logprobs=1)
+
+    async def held() -> tuple[dict[str, RequestOutput], int]:
+        pace, whole = Signal(math.inf), dict[str, RequestOutput]()
+        async with llm.open([[1, 2], [3, 4]], params, request_ids=["a", "b"], pace=pace) as stream:
+            await read_all(stream, whole, 2)
+        return whole, pace.wakes
+
+    whole, wakes = asyncio.run(held())
+    assert wakes < 30  # the first, the ends, and what came before the reader had read the first
+    for name, prompt in {"a": [1, 2], "b": [3, 4]}.items():
+        (expected,) = asyncio.run(collect(llm.generate(prompt, params)))[-1:]
+        assert [(c.token_ids, c.logprobs, c.finish_reason) for c in whole[name].completions] == [
+            (c.token_ids, c.logprobs, c.finish_reason) for c in expected.completions
+        ]
+        assert whole[name].output_tokens == 120
+
+
+@pytest.mark.usefixtures("steps_of_2_ms")
+def test_held_news_goes_out_in_time_and_before_a_step_with_a_prompt_and_at_an_abort(llm: AsyncLLM) -> None:
+    params = greedy(max_tokens=None, ignore_eos=True)
+
+    async def main() -> None:
+        pace = Signal(time.monotonic() + 0.1)
+        async with llm.open([[1, 2]], params, request_ids=["a"], pace=pace) as stream:
+            await stream.get()
+            while time.monotonic() < pace.waits_until - 0.01:
+                (timely,) = await asyncio.wait_for(stream.get(), 5)
+            assert time.monotonic() < pace.waits_until + 0.5
+            assert len(timely.completions[0].token_ids) > 5
+            pace.waits_until = math.inf
+            await asyncio.sleep(0.05)
+            before = pace.wakes
+            await asyncio.sleep(0.05)
+            assert pace.wakes == before
+            await collect(llm.generate([5, 6, 7], greedy(max_tokens=1)))
+            (late,) = await asyncio.wait_for(stream.get(), 5)
+            assert len(late.completions[0].token_ids) > 10
+            assert not late.finished
+            await asyncio.sleep(0.05)
+            assert await llm.abort("a")
+            (last,) = await asyncio.wait_for(stream.get(), 5)
+            assert last.finished
+            assert len(last.completions[0].token_ids) > 5
+        await wait_until_empty(llm)
+        assert not llm._held
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("steps_of_2_ms")
+@pytest.mark.parametrize("longest", [0, 0.003, 0.02])
+def test_at_a_pace_each_answer_is_what_it_is_without(llm: AsyncLLM, longest: float) -> None:
+    params = greedy(max_tokens=40, ignore_eos=True)
+    prompts = [[i, 1, 2] for i in range(12)]
+
+    async def paced() -> list[list[int]]:
+        pace = Pace(longest, share=1e-9)
+
+        async def one(name: str, prompt: list[int]) -> list[int]:
+            whole: dict[str, RequestOutput] = {}
+            async with llm.open([prompt], params, request_ids=[name], pace=pace) as stream:
+                await read_all(stream, whole)
+            return whole[name].completions[0].token_ids
+
+        return await asyncio.gather(*(one(str(i), prompt) for i, prompt in enumerate(prompts)))
+
+    async def plain() -> list[list[int]]:
+        outputs = await asyncio.gather(*(collect(llm.generate(prompt, params)) for prompt in prompts))
+        return [output[-1].completions[0].token_ids for output in outputs]
+
+    assert asyncio.run(paced()) == asyncio.run(plain())
 
 
 def test_of_several_prompts_that_cannot_all_be_none_begins(llm: AsyncLLM, model: ToyModel) -> None:

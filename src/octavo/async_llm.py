@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 from octavo.config import EngineConfig
@@ -35,28 +37,42 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class Pace(Protocol):
+    """When the readers of an event loop's streams are woken."""
+
+    waits_until: float  # time.monotonic() before which it wakes nobody whose news is not urgent
+
+    def wake(self, stream: Stream) -> None:
+        """Called on the event loop when there is news: wake the stream, now or later."""
+        ...
+
+
 class Stream:
     """What becomes of requests handed in together, on its way from the engine's thread to a reader on an event loop.
 
     Of states that nobody has read yet, cumulative ones (which tell all so far, of one request) replace each other,
-    deltas add up. `wake` is called on the event loop when there is news; it may let the reader wait, unless the news is
-    `urgent`: the first, or an end.
+    deltas add up. With a pace, which is for deltas, the reader may have to wait, unless the news is `urgent`: the
+    first, or an end.
     """
 
-    def __init__(self, deltas: bool, wake: Callable[[Stream], None] | None = None) -> None:
+    def __init__(self, deltas: bool, pace: Pace | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.urgent = True
-        self._wake = wake or Stream.wake
-        self._changed = asyncio.Event()
+        self._pace = pace
+        self._reader: asyncio.Future[None] | None = None  # waits for news
         self._deltas = deltas
         self._unread: deque[RequestOutput] = deque(maxlen=None if deltas else 1)
         self._fault: BaseException | None = None
 
     def put(self, request: Request) -> None:
         """Called by the engine's thread, which has the event loop `tell` afterwards."""
+        self._unread.append(request.news() if self._deltas else request.output())
         if request.state is State.FINISHED:
             self.urgent = True
-        self._unread.append(request.news() if self._deltas else request.output())
+
+    def waits(self, until: float) -> bool:
+        """Whether news of a request that goes on would wait until then, time.monotonic(), if it were put now."""
+        return self._pace is not None and not self.urgent and until < self._pace.waits_until
 
     def fail(self, error: BaseException) -> None:
         """Called likewise, where no more can be put."""
@@ -64,24 +80,29 @@ class Stream:
 
     def tell(self) -> None:
         """There is news."""
-        self._wake(self)
+        if self._pace is None:
+            self.wake()
+        else:
+            self._pace.wake(self)
 
     def wake(self) -> None:
         """Let the reader read now."""
-        self._changed.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self) -> list[RequestOutput]:
-        """What was put since the last `get`, one output for each request there is news of.
+        """What was put since the last `get`, one output for each request there is news of. For one reader at a time.
 
         Raises what the stream failed with. There is nothing to wait for once all requests are `finished`.
         """
         while not self._unread:
             if self._fault is not None:
                 raise self._fault
-            self._changed.clear()
-            await self._changed.wait()
+            self._reader = self.loop.create_future()
+            await self._reader
         self.urgent = False
-        news: dict[str, RequestOutput] = {}
+        first = self._unread.popleft()
+        news = {first.request_id: first}
         while self._unread:
             output = self._unread.popleft()
             known = news.setdefault(output.request_id, output)
@@ -109,6 +130,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path = "smollm2", *, config: EngineConfig | None = None, **settings: Any) -> None:
         self._engine = load_engine(model, make_config(config, settings))
         self._streams: dict[Request, Stream] = {}  # used by the engine's thread only
+        self._held: dict[Request, None] = {}  # likewise: those whose news is not put yet, for it would wait
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: end
         self._closed = False
         self._pid = os.getpid()
@@ -173,14 +195,14 @@ class AsyncLLM:
         request_ids: Sequence[str],
         priority: int = 0,
         cache_salt: str = "",
-        wake: Callable[[Stream], None] | None = None,
+        pace: Pace | None = None,
     ) -> AsyncIterator[Stream]:
         """A request for each of the prompts, whose deltas are read from one stream. All of them begin, or none does.
 
         This is `generate` for who counts microseconds. Leaving the block aborts what still runs. Raises RequestError
         where one of them can never be served.
         """
-        stream = Stream(deltas=True, wake=wake)
+        stream = Stream(deltas=True, pace=pace)
         async with self._feed(stream, prompts, params, request_ids, priority, cache_salt):
             yield stream
 
@@ -297,11 +319,15 @@ class AsyncLLM:
                 if order is None:
                     return
                 order()
+            if self._held and engine.scheduler.num_waiting:
+                self._hand_out(())  # a step with a prompt may take long
+            begin = time.monotonic()
             try:
                 changed = engine.step()
             except Exception:  # the engine has ended all its requests with the reason, and can go on
                 changed = list(self._streams)
-            self._hand_out(changed)
+            end = time.monotonic()
+            self._hand_out(changed, math.inf if engine.scheduler.num_waiting else end + (end - begin))
 
     def _shut(self) -> None:
         with self._gate:
@@ -322,12 +348,21 @@ class AsyncLLM:
         self._hand_out(requests)
         self._fail(list(self._streams), OctavoError("The engine has ended."))
 
-    def _hand_out(self, requests: Iterable[Request]) -> None:
-        """Put the requests' states into their streams, and wake each event loop once."""
+    def _hand_out(self, requests: Iterable[Request], until: float = math.inf) -> None:
+        """Put the states of these requests, and of those held so far, into their streams; wake each event loop once.
+
+        What would wait `until` the next step ends is held till then: the news of several steps costs the processors,
+        which compute meanwhile, hardly more than that of one.
+        """
         woken: dict[asyncio.AbstractEventLoop, dict[Stream, None]] = {}
+        requests = {**self._held, **dict.fromkeys(requests)}
+        self._held.clear()
         for request in requests:
             stream = self._streams.get(request)
             if stream is None:
+                continue
+            if request.state is not State.FINISHED and stream.waits(until):
+                self._held[request] = None
                 continue
             try:
                 stream.put(request)
@@ -359,5 +394,6 @@ class AsyncLLM:
         """The reader has left: abort its requests that got in and still run."""
         for request in requests:
             self._streams.pop(request, None)
+            self._held.pop(request, None)
             if request.state is not State.FINISHED:
                 engine.abort(request.id)

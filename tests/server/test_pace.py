@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +19,15 @@ class Stream:
 
     loop: Loop
     urgent: bool = False
+    sending: float = 0.0  # processor time that its reader takes, who has his turn soon
     woken: list[float] = field(default_factory=list)
 
     def wake(self) -> None:
         self.woken.append(self.loop.now)
+        self.loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self.loop.worked += self.sending
 
 
 @dataclass
@@ -38,12 +44,15 @@ class Loop:
     def call_at(self, when: float, call: Any) -> None:
         self.timers.append((when, call))
 
+    def call_soon(self, call: Any, *arguments: Any) -> None:
+        self.timers.append((self.now, partial(call, *arguments)))
+
     def go(self, until: float) -> None:
-        for when, call in sorted(self.timers, key=lambda timer: timer[0]):
-            if when <= until:
-                self.timers.remove((when, call))
-                self.now = max(self.now, when)
-                call()
+        while due := [timer for timer in self.timers if timer[0] <= until]:
+            when, call = timer = min(due, key=lambda timer: timer[0])
+            self.timers.remove(timer)
+            self.now = max(self.now, when)
+            call()
         self.now = until
 
 
@@ -73,6 +82,22 @@ def test_few_streams_hardly_wait_and_many_wait_together(loop: Loop) -> None:
     assert [len(stream.woken) for stream in streams] == [1, 1, 1]
     loop.go(1000.06)
     assert [stream.woken[1:] for stream in streams] == [[pytest.approx(1000.05)]] * 3  # 1 ms is 2 % of 50 ms
+
+
+def test_until_when_all_wait_is_known_as_soon_as_they_have_sent_and_never_too_early(loop: Loop) -> None:
+    paced = Pace(longest=0.1, share=0.02)
+    streams = [Stream(loop, sending=0.0005) for _ in range(2)]
+    for stream in streams:
+        paced.wake(stream)
+    loop.timers.pop()[1]()  # they are woken, and have not sent
+    assert paced.waits_until == pytest.approx(1000.1)
+    paced.wake(streams[0])
+    loop.go(1000.0)
+    assert [stream.woken for stream in streams] == [[1000.0]] * 2  # what came while they sent does not go out for free
+    assert paced.waits_until == pytest.approx(1000.05)
+    loop.go(1000.06)
+    assert streams[0].woken[1:] == [pytest.approx(1000.05)]
+    assert paced.waits_until == pytest.approx(1000.075)  # one has sent: half as long
 
 
 def test_a_first_token_and_an_end_do_not_wait(loop: Loop) -> None:

@@ -82,9 +82,10 @@ class Sequence:
         detokenizer = self.detokenizer
         if detokenizer is None:
             return
-        for token in self.tokens[len(self.request.prompt_token_ids) + self.num_detokenized :]:
+        new = self.tokens[len(self.request.prompt_token_ids) + self.num_detokenized :]
+        for token in new:
             detokenizer.push(token)
-        self.num_detokenized = self.num_output_tokens
+        self.num_detokenized += len(new)
         if self.finish_reason is not None:
             detokenizer.flush()
 
@@ -112,19 +113,21 @@ class Sequence:
     def news(self) -> Completion:
         """The answer as it stands, with only the text, tokens and log-probabilities that no `news` has told before."""
         self.catch_up_text()
-        told, count = self.told, self.num_output_tokens
+        params, told = self.request.params, self.told
         text = self.detokenizer.text if self.detokenizer else ""
-        with_logprobs = isinstance(self.request.params, SamplingParams) and self.request.params.logprobs is not None
+        new = self.tokens[len(self.request.prompt_token_ids) + told :]
         completion = Completion(
-            index=self.index,
-            text=text[self.told_text :],
-            token_ids=self.tokens[len(self.tokens) - (count - told) :],
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            logprobs=self.logprobs[told:] if with_logprobs else None,
+            self.index,
+            text[self.told_text :],
+            new,
+            self.finish_reason,
+            self.stop_reason,
+            logprobs=self.logprobs[told:]
+            if isinstance(params, SamplingParams) and params.logprobs is not None
+            else None,
             score=self.score,
         )
-        self.told, self.told_text, self.told_end = count, len(text), self.finish_reason is not None
+        self.told, self.told_text, self.told_end = told + len(new), len(text), self.finish_reason is not None
         return completion
 
 
@@ -205,12 +208,15 @@ class Request:
         return self._output([seq.news() for seq in self._answers() if seq.has_news])
 
     def _answers(self) -> list[Sequence]:
-        sequences = sorted([*self.live, *self.ended], key=lambda s: s.index)
+        sequences = [*self.live, *self.ended]
+        if len(sequences) > 1:
+            sequences.sort(key=lambda s: s.index)
         if self.beam is not None or self.params.num_samples > self.num_answers:
             return self._best(sequences, self.state is State.FINISHED)
         return sequences
 
     def _output(self, completions: list[Completion]) -> RequestOutput:
+        prompt = len(self.prompt_token_ids)
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
@@ -219,8 +225,8 @@ class Request:
             finished=self.state is State.FINISHED,
             timings=self.timings,
             cached_tokens=self.cached_tokens,
-            computed_tokens=len(self.prompt_token_ids) - self.cached_tokens if self.started else 0,
-            output_tokens=sum(seq.num_output_tokens for seq in (*self.live, *self.ended)),
+            computed_tokens=prompt - self.cached_tokens if self.started else 0,
+            output_tokens=sum([len(seq.tokens) - prompt for seq in (*self.live, *self.ended)]),
             preemptions=self.preemptions,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,

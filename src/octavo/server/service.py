@@ -166,7 +166,7 @@ class Service:
             request_ids=job.request_ids,
             priority=job.priority,
             cache_salt=job.cache_salt,
-            wake=self._pace.wake,
+            pace=self._pace,
         )
 
     @contextlib.contextmanager
