@@ -1,5 +1,5 @@
 # make demo: set up what running needs, and answer eight prompts at once. The first time takes some minutes.
-# make test: the whole suite; about 12 minutes, and some more for installing the first time.
+# make test: the whole suite; about 15 minutes, and some more for installing the first time.
 # make build: compile native/ again after a change, what changed only. A warning ends it.
 # make sanitize: the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (GCC).
 # make bench WORKLOADS="file.json ...": what README.md says of measuring.

@@ -1,13 +1,14 @@
 """The native kernels one by one: what they reach, beside what this machine can do at most.
 
-    python benchmarks/kernels.py [linear] [attention] [--formats q4,q8] [--rows 1,32] [--kv-dtype bf16]
+    python benchmarks/kernels.py [linear] [attention] [--formats q4,q8] [--rows 1,32] [--kv-dtype int8]
         [--rounds 9] [--json]
 
 Products and attention run as in a model: on as many weights, or layers of a cache, as SmolLM2-135M has, one after
 another in one recorded program, so that they come from where a step would find them. GB/s count the weights, or the
 keys and values, once; GOP/s count a multiplication and an addition as two, and with int8 keys and values those of
 weights twice, once for each of their two bytes. `of ceiling` is the time that the slower of
-reading and multiplying would take at this machine's own rates (ceilings.py), as a share of the time taken.
+reading and multiplying would take at this machine's own rates (ceilings.py), as a share of the time taken; more than
+100 % says that the machine was busy with others while its rates were measured.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from compiled import CannotCompileError
 from octavo import _native
 from octavo.loading.tensor import StoredTensor
 from octavo.ops.interface import AttentionSpec, CacheLayout, StepInput
-from octavo.ops.native import KvType, NativeOps, run_step
+from octavo.ops.native import KvType, NativeOps, auto_kv_type, run_step
 from octavo.ops.native_program import assemble
 from octavo.ops.native_trace import Trace, Value
 
@@ -190,7 +191,7 @@ def attention(bench: Bench) -> Iterator[Result]:
         fill(cache.blocks)
         program, inputs = attention_program(bench.ops, bench.machine.threads, len(step.token_ids))
         yield bench.result(
-            f"attention, {contexts.what}, {LAYERS} layers",
+            f"{bench.ops.kv_type} attention, {contexts.what}, {LAYERS} layers",
             lambda program=program, inputs=inputs, step=step, cache=cache: run_step(program, inputs, step, cache),  # type: ignore[misc]
             contexts.distinct_tokens * token_bytes,
             (6.0 if int8 else 4.0) * contexts.pairs * HEADS * HEAD_DIM * LAYERS,
@@ -217,26 +218,44 @@ def attention_program(ops: NativeOps, threads: int, tokens: int) -> tuple[_nativ
     return assemble(trace, out, threads), [random.standard_normal((tokens, width), np.float32) for width in widths]
 
 
+def formats(text: str) -> list[str]:
+    """Names of formats, with commas between."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in FORMATS]:
+        raise argparse.ArgumentTypeError(f"there is no format {unknown[0]!r}; there are {', '.join(FORMATS)}")
+    return names
+
+
+def row_counts(text: str) -> list[int]:
+    """Numbers of rows, with commas between."""
+    if not all(count.isdecimal() and int(count) > 0 for count in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers of rows, such as 1,32")
+    return [int(count) for count in text.split(",")]
+
+
 def main() -> None:
     """Measure and print, a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", metavar="linear|attention", help="default: both")
-    parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--kv-dtype", default="bf16", choices=get_args(KvType), help="of keys and values")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=_native.default_threads())
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--formats", type=formats, default=list(FORMATS), help=f"of weights: {','.join(FORMATS)}")
+    parser.add_argument("--rows", type=row_counts, default=ROWS, help=f"of activations: {','.join(map(str, ROWS))}")
+    kv_type = auto_kv_type(quantised=True)
+    parser.add_argument("--kv-dtype", default=kv_type, choices=get_args(KvType), help="of keys and values; %(default)s")
+    parser.add_argument("--rounds", type=int, default=9, help="%(default)s, fewer where one takes long")
+    parser.add_argument("--threads", type=int, default=_native.default_threads(), help="%(default)s")
+    parser.add_argument("--json", action="store_true", help="a JSON object each instead of the table")
     options = parser.parse_args()
+    which = options.which or ["linear", "attention"]
+    if unknown := set(which) - {"linear", "attention"}:
+        parser.error(f"there is no {unknown.pop()!r} to measure; there are linear and attention")
     try:
         bench = Bench(Machine(options.threads, options.rounds), options.rounds, options.kv_dtype)
     except CannotCompileError as problem:
         print(f"kernels.py: {problem}", file=sys.stderr)
         sys.exit(2)
-    which = options.which or ["linear", "attention"]
     results: list[Iterator[Result]] = []
     if "linear" in which:
-        results.append(linear(bench, options.formats.split(","), [int(rows) for rows in options.rows.split(",")]))
+        results.append(linear(bench, options.formats, options.rows))
     if "attention" in which:
         results.append(attention(bench))
     if not options.json:

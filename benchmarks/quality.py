@@ -66,8 +66,8 @@ class Octavo:
     def __init__(self, model: str | Path, longest: int, settings: dict[str, object]) -> None:
         blocks = -(-longest // BLOCK)
         config = make_config(None, {"num_blocks": blocks, "block_size": BLOCK, "swap_memory": 0, **settings})
-        self.name = f"octavo {settings['backend']}, keys and values {settings['kv_dtype']}"
         self.engine: Engine = load_engine(model, config)
+        self.name = f"octavo {settings['backend']}, keys and values {self.engine.ops.kv_type}"
         built = self.engine.model
         layout = CacheLayout(built.num_layers, built.num_kv_heads, BLOCK, built.head_dim)
         self._tables = np.arange(blocks, dtype=np.int32)[None]
@@ -212,14 +212,16 @@ def table(results: Sequence[Agreement]) -> str:
 def main() -> None:
     """Measure and print; what cannot be run is one sentence, and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL")
-    parser.add_argument("--backend", default="native")
-    parser.add_argument("--kv-dtype", default="auto", help="types of keys and values to try, with commas between")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a built-in name, a GGUF file, a folder")
+    parser.add_argument("--backend", default="native", help="what is compared with the reference")
+    parser.add_argument(
+        "--kv-dtype", default="auto", help="types of keys and values to try, with commas between; %(default)s"
+    )
     parser.add_argument("--peers", type=Path, help="the folder of the installed peers")
     parser.add_argument("--prompts", type=int, default=64, help="how many of the prompts")
     parser.add_argument("--texts", nargs="+", type=Path, metavar="FILE", help="instead of prompts")
     parser.add_argument("--longest", type=int, default=512, help="tokens of a text that are computed")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
     try:
         results = [result for model in options.models for result in compare(model, options)]

@@ -3,8 +3,9 @@
     python benchmarks/run.py MODEL WORKLOAD.json... [--setting value]...
 
 `seconds` runs from handing in all requests to the last token; loading and one warm-up are outside it. After the shared
-keys come `weights_mib` (the model's files) and `kv_mib` (the pool of KV blocks). The pool holds the largest of the
-workloads in full, and no more, unless --kv-memory says otherwise. Machines are noisy: compare.py takes turns.
+keys come `weights_mib` (the model's files), `kv_mib` (the pool of KV blocks) and `kv_type` (what they hold). The pool
+holds the largest of the workloads in full, and no more, unless --kv-memory says otherwise. Machines are noisy:
+compare.py takes turns.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def main() -> None:
         sys.exit(2)
 
 
-def command_line() -> tuple[str, list[Workload], dict[str, Any]]:
+def command_line(description: str | None = __doc__) -> tuple[str, list[Workload], dict[str, Any]]:
     """The model, workloads and settings asked for; a pool as large as the workloads need, unless one is given."""
-    settings = vars(arguments().parse_args())
+    settings = vars(arguments(description).parse_args())
     model, paths = settings.pop("model"), settings.pop("workloads")
     works = [read(path) for path in paths]
     if "kv_memory" not in settings:
@@ -50,10 +51,12 @@ def command_line() -> tuple[str, list[Workload], dict[str, Any]]:
     return model, works, settings
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments(description: str | None) -> argparse.ArgumentParser:
     """The command line: settings are EngineConfig's, and those not given are left to it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", help="a built-in name, a GGUF file, a model folder or a Hugging Face id")
     parser.add_argument("workloads", nargs="+", type=Path, metavar="WORKLOAD.json")
@@ -79,12 +82,13 @@ def blocks_of(works: Sequence[Workload], config: EngineConfig) -> int:
 
 
 def memory_sizes(llm: LLM, path: Path) -> dict[str, Any]:
-    """MiB of the model's files and of the KV pool: what a peak of memory is to be measured against."""
+    """MiB of the model's files and of the KV pool, and its type: what a peak of memory is to be measured against."""
     files = [*path.glob("*.safetensors")] if path.is_dir() else [path]
     report = llm.memory_report()
     return {
         "weights_mib": round(sum(file.stat().st_size for file in files) / 2**20),
         "kv_mib": round(report.num_blocks * report.block_bytes / 2**20),
+        "kv_type": report.kv_type,
     }
 
 

@@ -165,7 +165,7 @@ def kernel_table(before: dict[str, float], after: dict[str, float]) -> str:
 def main() -> None:
     """Run the workloads, one table each."""
     try:
-        model, works, settings = command_line()
+        model, works, settings = command_line(__doc__)
         machine = Machine(settings.get("threads", num_processors()), rounds=5)
         llm = LLM(model, **settings)
         report = llm.memory_report()

@@ -63,7 +63,7 @@ class EngineConfig:
     seed: int | None = None  # where requests without a seed of their own draw theirs from; None: from the system
     backend: Backend = "auto"  # what computes: our kernels, or NumPy; auto: the kernels, if they are installed
     threads: int | None = None  # of the kernels; None: OMP_NUM_THREADS, or the processors this process may use
-    kv_dtype: KvDtype = "auto"  # what keys and values are kept as; auto: int8 if weights are quantised, else bf16
+    kv_dtype: KvDtype = "auto"  # what keys and values are kept as; auto: int8 beside quantised weights where it is fast
     deterministic: bool | None = None  # the same bits whatever the batch, chunking, caching, preemption and threads
 
     def __post_init__(self) -> None:

@@ -36,6 +36,8 @@ def logits_of(context: np.ndarray) -> np.ndarray:
 class ToyOps:
     """The few operations the engine itself calls; a cache holds one token id a slot."""
 
+    kv_type = "f32"
+
     def new_cache(self, num_blocks: int, layout: Any) -> np.ndarray:
         return np.full((num_blocks, layout.block_size), POISON, np.int64)
 

@@ -26,7 +26,7 @@ def _rows(r: MemoryReport) -> list[tuple[str, str]]:
     preempted = r.preemptions_recompute + r.preemptions_swap
     kinds = f" ({r.preemptions_recompute} recomputed, {r.preemptions_swap} swapped)" if preempted else ""
     return [
-        ("pool", f"{r.num_blocks:,} blocks of {r.block_size} tokens, {size(r.block_bytes)} each"),
+        ("pool", f"{r.num_blocks:,} blocks of {r.block_size} tokens, {size(r.block_bytes)} each, {r.kv_type}"),
         (
             "blocks used",
             f"{r.peak_used:,} at the peak ({r.peak_used / r.num_blocks:.1%} of the pool, "

@@ -95,7 +95,8 @@ class EngineOptions:
         str | None,
         _engine(
             "kv_dtype",
-            "Keys and values are kept as bf16, f16, f32, int8 or auto: int8 if weights are quantised, else bf16.",
+            "Keys and values are kept as bf16, f16, f32, int8 or auto: int8 beside quantised weights where the "
+            "processor multiplies bytes fast, else bf16.",
         ),
     ] = None
     deterministic: Annotated[

@@ -44,8 +44,9 @@ BlockSize = Annotated[int, typer.Option("--block-size", help=f"Tokens in a block
 Dtype = Annotated[
     str,
     typer.Option(
+        "--kv-dtype",
         "--dtype",
-        help=f"What keys and values are kept as, --kv-dtype elsewhere: auto, {', '.join(ELEMENT_BYTES)}.",
+        help=f"What keys and values are kept as: {', '.join(ELEMENT_BYTES)} or auto, what this machine would take.",
     ),
 ]
 AvgPrompt = Annotated[int | None, typer.Option("--avg-prompt", min=1, help="Tokens of an average prompt.")]
@@ -230,7 +231,8 @@ def _show(model: str, dtype: str, shape: KVShape, made: Plan, notes: list[str]) 
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="cyan")
     facts.add_row("model", f"{model}: {shape.num_layers} layers, KV heads: {shape.num_kv_heads} × {shape.head_dim}")
-    facts.add_row("a block", f"block_size × 2 × layers × kv_heads × head_dim × bytes ({dtype})")
+    of_head = "(head_dim × bytes + scale)" if shape.scale_bytes else "head_dim × bytes"
+    facts.add_row("a block", f"block_size × 2 × layers × kv_heads × {of_head} ({dtype})")
     facts.add_row("", f"= {shape.formula(made.block_size)}")
     facts.add_row("a token", f"{made.token_bytes:,} bytes ({size(made.token_bytes)})")
     facts.add_row("memory", f"{size(made.memory)}: {made.blocks:,} blocks, {made.tokens:,} tokens")

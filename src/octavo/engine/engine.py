@@ -183,7 +183,7 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """What the memory did since the engine started."""
-        return self._meter.report(self.kv, self.scheduler, self.block_bytes)
+        return self._meter.report(self.kv, self.scheduler, self.block_bytes, self.ops.kv_type)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ class MemoryReport:
 
     block_size: int  # tokens
     block_bytes: int
+    kv_type: str  # what keys and values are kept as
     num_blocks: int
     free: int  # now
     cached: int  # now: held by nobody, still findable
@@ -43,7 +44,8 @@ class MemoryReport:
         peak = f"{self.peak_used:,} used, {self.peak_shared:,} shared"
         preemptions = f"{self.preemptions_recompute} by recompute, {self.preemptions_swap} by swap"
         lines = {
-            "pool": f"{self.num_blocks:,} blocks of {self.block_size} tokens, {self.block_bytes:,} bytes each",
+            "pool": f"{self.num_blocks:,} blocks of {self.block_size} tokens, {self.block_bytes:,} bytes each, "
+            f"{self.kv_type}",
             "now": f"{self.free:,} free, {self.cached:,} cached, {self.active:,} active, {self.shared:,} shared",
             "at the peak": f"{peak}, {self.peak_utilisation:.1%} of the used slots held a token",
             "copies": f"{self.copies:,} on write; {self.evictions:,} evictions; preemptions: {preemptions}",
@@ -97,12 +99,13 @@ class Meter:
             self._peak_used = pool.num_active + pool.num_shared
             self._peak_utilisation = kv.usage().utilisation
 
-    def report(self, kv: KVManager, scheduler: Scheduler, block_bytes: int) -> MemoryReport:
+    def report(self, kv: KVManager, scheduler: Scheduler, block_bytes: int, kv_type: str) -> MemoryReport:
         """The numbers now."""
         usage = kv.usage()
         return MemoryReport(
             block_size=kv.block_size,
             block_bytes=block_bytes,
+            kv_type=kv_type,
             num_blocks=kv.pool.num_blocks,
             free=usage.free,
             cached=usage.cached,

@@ -97,6 +97,11 @@ class Logprobs(NamedTuple):
 class Ops(Protocol):
     """The operations. A module of functions satisfies it."""
 
+    @property
+    def kv_type(self) -> str:
+        """What keys and values are kept as: bf16, f16, f32 or int8."""
+        ...
+
     def compile(self, model: Model, /) -> Model:
         """A model that answers as `model` does, in the way this backend runs it best; called once all weights are in.
 

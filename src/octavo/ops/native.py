@@ -71,7 +71,7 @@ class NativeOps:
     """
 
     def __init__(self, kv_type: KvType = "bf16", threads: int | None = None) -> None:
-        self.kv_type = kv_type
+        self.kv_type: KvType = kv_type
         self.threads = threads or _native.default_threads()
         self.isa = _native.isa()
 

@@ -24,6 +24,7 @@ from octavo.ops.reference_sampling import logprobs as logprobs
 if TYPE_CHECKING:
     from octavo.models.interface import Model
 
+kv_type = "f32"  # what keys and values are kept as
 LOWEST = np.float32(-1e30)  # below any score, yet finite: a tile wholly hidden has exp(-inf - LOWEST) = 0, not NaN
 RUN = 64  # products of a sum that are added by BLAS in one go
 

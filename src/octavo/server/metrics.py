@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -249,7 +250,7 @@ class Metrics:
             "num_gpu_blocks": self._last.usage.num_blocks,
             "num_cpu_blocks": self._last.usage.host_blocks,
             "block_bytes": facts["block_bytes"],
-            "cache_dtype": config.kv_dtype,
+            "cache_dtype": facts["kv_type"],
             "enable_prefix_caching": config.prefix_caching,
             "preemption": config.preemption,
         }
@@ -294,11 +295,13 @@ class _Families(Collector):
         yield from self._families
 
 
-def _join(engine: Engine) -> tuple[StepWatch, Snapshot, dict[str, int]]:
+def _join(engine: Engine) -> tuple[StepWatch, Snapshot, dict[str, Any]]:
     """On the engine's thread: begin to watch."""
     watch = StepWatch(engine)
     engine.watchers.append(watch)
-    return watch, watch.snapshot(), {"max_model_len": engine.limits.max_model_len, "block_bytes": engine.block_bytes}
+    limits, ops = engine.limits, engine.ops
+    facts = {"max_model_len": limits.max_model_len, "block_bytes": engine.block_bytes, "kv_type": ops.kv_type}
+    return watch, watch.snapshot(), facts
 
 
 def _num_answers(params: SamplingParams | BeamParams) -> int:
