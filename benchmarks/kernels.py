@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("which", nargs="*", metavar="linear|attention", help="default: both")
     parser.add_argument("--formats", type=formats, default=list(FORMATS), help=f"of weights: {','.join(FORMATS)}")
     parser.add_argument("--rows", type=row_counts, default=ROWS, help=f"of activations: {','.join(map(str, ROWS))}")
-    kv_type = auto_kv_type(quantised=True)
+    kv_type = auto_kv_type(quantised=True, head_dim=HEAD_DIM)
     parser.add_argument("--kv-dtype", default=kv_type, choices=get_args(KvType), help="of keys and values; %(default)s")
     parser.add_argument("--rounds", type=int, default=9, help="%(default)s, fewer where one takes long")
     parser.add_argument("--threads", type=int, default=_native.default_threads(), help="%(default)s")

@@ -15,8 +15,8 @@ from octavo.ops.backends import auto_kv_type, choose
 from octavo.ops.native import NativeOps
 
 
-def choosing(*, quantised: bool = False, **settings: Any) -> Any:
-    return choose(EngineConfig(**settings), quantised=quantised)
+def choosing(*, quantised: bool = False, head_dim: int = 64, **settings: Any) -> Any:
+    return choose(EngineConfig(**settings), quantised=quantised, head_dim=head_dim)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,12 @@ def test_keys_and_values_are_bytes_where_those_are_multiplied_fast(
     isa: str, kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("octavo.ops.native._native.isa", lambda: isa)
-    assert choosing(quantised=True).kv_type == auto_kv_type(quantised=True) == kv_type
-    assert choosing(quantised=False).kv_type == auto_kv_type(quantised=False) == "bf16"
+    for head_dim in (64, 96, 128, 256):
+        assert choosing(quantised=True, head_dim=head_dim).kv_type == kv_type
+        assert auto_kv_type(quantised=True, head_dim=head_dim) == kv_type
+        assert choosing(quantised=False).kv_type == auto_kv_type(quantised=False, head_dim=head_dim) == "bf16"
+    for head_dim in (72, 80, 33):
+        assert choosing(quantised=True, head_dim=head_dim).kv_type == "bf16"
     assert choosing(quantised=True, kv_dtype="f16").kv_type == "f16"
 
 
@@ -64,7 +68,7 @@ def test_without_kernels_the_reference_computes_and_says_so(monkeypatch: pytest.
     monkeypatch.delattr("octavo._native", raising=False)
     with pytest.warns(RuntimeWarning, match="no native kernels"):
         assert choosing() is reference
-    assert auto_kv_type(quantised=True) == "f32"
+    assert auto_kv_type(quantised=True, head_dim=64) == "f32"
     with pytest.raises(ConfigError, match="no native kernels"):
         choosing(backend="native")
     with pytest.warns(RuntimeWarning), pytest.raises(ConfigError, match="deterministic"):

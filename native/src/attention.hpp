@@ -69,6 +69,7 @@ OCTAVO_INLINE void store_up_to(float* p, F v, std::int64_t n) {
 struct Bf16 {
   static constexpr bool scaled = false;
   using Stored = std::uint16_t;
+  static constexpr std::int32_t beyond = 0x7f7f8000;  // bits of the least number that is rounded to infinity
   static constexpr int step = 2;
   static OCTAVO_INLINE F part(const Stored* p, int i) {
     const I pairs = load_as<I>(p);
@@ -80,6 +81,7 @@ struct Bf16 {
 struct F16 {
   static constexpr bool scaled = false;
   using Stored = std::uint16_t;
+  static constexpr std::int32_t beyond = 0x477ff000;
   static constexpr int step = 1;
   static OCTAVO_INLINE F part(const Stored* p, int) { return load_f16(p); }
   static OCTAVO_INLINE void put(Stored* p, F x) { store_as(p, to_f16(x)); }
@@ -88,6 +90,7 @@ struct F16 {
 struct F32 {
   static constexpr bool scaled = false;
   using Stored = float;
+  static constexpr std::int32_t beyond = 0x7f800000;
   static constexpr int step = 1;
   static OCTAVO_INLINE F part(const Stored* p, int) { return load(p); }
   static OCTAVO_INLINE void put(Stored* p, F x) { store(p, x); }
@@ -102,17 +105,22 @@ struct Int8 {
   static constexpr int step = 4;
 };
 
+// The bits of a row's largest magnitude: NaN is above all.
+OCTAVO_INLINE std::int32_t top_of(const float* x, std::int64_t n) {
+  I largest = {};
+  for (std::int64_t i = 0; i < n; i += W) {
+    const I bits = as_int(abs(load_up_to(x + i, n - i)));
+    largest = bits > largest ? bits : largest;
+  }
+  return reduce_max(largest);
+}
+
 // What a row of n values is divided by to be at most 127; a row of next to nothing becomes zeros. NaN stays NaN.
 struct Step {
   float scale, inverse;
 };
 OCTAVO_INLINE Step step_of(const float* x, std::int64_t n) {
-  I largest = {};  // as bits: NaN is above all
-  for (std::int64_t i = 0; i < n; i += W) {
-    const I bits = as_int(abs(load_up_to(x + i, n - i)));
-    largest = bits > largest ? bits : largest;
-  }
-  const std::int32_t top = reduce_max(largest);
+  const std::int32_t top = top_of(x, n);
   float size;
   std::memcpy(&size, &top, sizeof size);
   if (size <= 1e-20f) return {1.0f, 0.0f};
@@ -228,6 +236,10 @@ OCTAVO_INLINE void scatter(const typename T::Stored* row, std::int64_t n, typena
 }
 
 // Puts a token's key, mixed where it is rounded, and value of a head at a place in a block.
+//
+// Tokens that a row does not see get weight 0, and 0 times infinity or NaN is NaN: a value that is not finite becomes
+// zeros, and its key NaN, so that whoever sees the token has NaN and nobody else. Where values have scales, those of
+// hidden tokens are left out, and that of a value of zeros is 0: weights are rounded relative to the largest product.
 template <class T>
 OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int64_t offset, std::int64_t head,
                               const float* key, const float* value) {
@@ -239,13 +251,16 @@ OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int6
       store_bytes(k + i, to_steps(load(key + i), of_key) + 128);
       store_bytes(v + i, to_steps(load_up_to(value + i, at.dim - i), of_value));
     }
+    float value_scale = of_value.scale;
+    if (of_value.inverse == 0.0f) value_scale = of_value.scale == 1.0f ? 0.0f : __builtin_nanf("");
     const float key_scale = of_key.scale / static_cast<float>(mixed(at.dim));
     std::memcpy(at.scale(keys, offset), &key_scale, sizeof key_scale);
-    std::memcpy(at.scale(values, offset), &of_value.scale, sizeof of_value.scale);
+    std::memcpy(at.scale(values, offset), &value_scale, sizeof value_scale);
   } else {
+    const bool finite = top_of(value, at.dim) < T::beyond;
     for (std::int64_t i = 0; i < at.dim; i += W) {
-      T::put(k + i, load(key + i));
-      T::put(v + i, load_up_to(value + i, at.dim - i));
+      T::put(k + i, finite ? load(key + i) : set1(__builtin_nanf("")));
+      T::put(v + i, finite ? load_up_to(value + i, at.dim - i) : F{});
     }
   }
   if (!at.in_place) {
@@ -585,20 +600,21 @@ OCTAVO_INLINE void weigh(float* scores, const Keys<T>& keys, const Sight<R>& sig
       highest[r] = max(highest[r], s);
     }
   }
-  F scale[R], less[R], total[R] = {};
+  F scale[R], base[R], total[R] = {};
   I top[R] = {};  // of the weights, as bits: NaN is above all
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     scale[r] = set1(scoring.cap != 0.0f ? scoring.scale : scoring.scale * units.of[r]);
-    tops.of[r] = sight.blind(r) ? kLowest : reduce_max(highest[r]) * scale[r][0];
-    less[r] = set1(sight.blind(r) ? 0.0f : -tops.of[r]);
+    const float top_score = reduce_max(highest[r]);
+    tops.of[r] = sight.blind(r) ? kLowest : top_score * scale[r][0];
+    base[r] = set1(sight.blind(r) ? 0.0f : top_score);
   }
   for (int c = sight.first; c < sight.last; ++c) {
     const bool all = latest <= c * kChunk && (c + 1) * kChunk <= earliest;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float* const s = scores + r * kPitch + c * kChunk;
-      F weight = exp2(fma(load(s), scale[r], less[r]));
+      F weight = exp2((load(s) - base[r]) * scale[r]);  // exactly 1 for the highest, whatever its size
       total[r] += weight;
       if constexpr (T::scaled) {
         weight *= load(keys.value_scale[c]);

@@ -32,7 +32,7 @@ def load_engine(model: str | Path, config: EngineConfig) -> Engine:
     from octavo.ops.backends import choose
 
     checkpoint = load_checkpoint(resolve(model))
-    ops = choose(config, quantised=checkpoint.quantised)
+    ops = choose(config, quantised=checkpoint.quantised, head_dim=checkpoint.config["head_dim"])
     built = models.build(checkpoint, ops, config.max_model_len)
     return Engine(built, ops, config, tokenizer=checkpoint.tokenizer, eos_ids=_eos_ids(checkpoint))
 

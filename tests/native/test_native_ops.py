@@ -185,6 +185,64 @@ def test_attention_step_by_step(kv_type: Any, spec: tuple[int, int, int, int, in
             np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 
+def attend(ops: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Attention of one step to itself: a sequence of all rows but three, and another of those; [T, H, D] of each."""
+    tokens, heads, dim = q.shape
+    tables, blocks = scattered_tables([tokens - 3, 3], 16, 3)
+    step = step_of([([0] * (tokens - 3), 0), ([0] * 3, 0)], tables, 16)
+    cache = ops.new_cache(blocks, CacheLayout(1, k.shape[1], 16, dim))
+    spec = AttentionSpec(heads, k.shape[1], dim, dim**-0.5, window=window)
+    rows = (x.reshape(tokens, -1) for x in (q, k, v))
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.array(ops.attention(*rows, cache, 0, ops.plan(step), spec)).reshape(tokens, heads, dim)
+
+
+@pytest.mark.parametrize("kv_type", ["reference", "f32", "f16", "bf16", "int8"])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("size", [(4, 2, 64), (1, 1, 33)])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 3.4e38, 7e4])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_a_number_that_is_none_reaches_only_who_sees_it(
+    kv_type: str, window: int | None, size: tuple[int, int, int], number: float, where: str
+) -> None:
+    """What others computed must not depend on it: their keys and values may be shared, and outlive its request."""
+    ops = reference if kv_type == "reference" else NativeOps(kv_type, 2)  # type: ignore[arg-type]
+    heads, kv_heads, dim = size
+    q, k, v = (normal(60, n * dim, seed=n + i).reshape(60, n, dim) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    clean = attend(ops, q, k, v, window)
+    (k if where == "key" else v)[37, 0, 5] = number
+    found = attend(ops, q, k, v, window)
+    sees = [37 <= token < (57 if window is None else 37 + window) for token in range(60)]
+    np.testing.assert_array_equal(found[~np.array(sees)], clean[~np.array(sees)])
+    group = heads // kv_heads
+    np.testing.assert_array_equal(found[:, group:], clean[:, group:])
+    if where == "value" and not np.isfinite(number):
+        assert np.isnan(found[sees][:, :group]).any((1, 2)).all()
+
+
+@pytest.mark.parametrize("sink", [0.0, 1e-30, 1e-6, 1.0])
+def test_a_value_of_zeros_leaves_the_others_their_digits(sink: float) -> None:
+    """An attention sink: a first token that nearly all look at, with a value of next to nothing."""
+    q, k, v = (normal(60, 64, seed=i).reshape(60, 1, 64) for i in range(3))
+    k[0], v[0], v[1:] = 0, sink, 0.02 * v[1:]
+    q[..., 0] = k[0, 0, 0] = 8.0
+    k[1:, 0, 0] = 0
+    found, want = (attend(ops, q, k, v)[20:57] for ops in (NativeOps("int8", 1), reference))
+    np.testing.assert_allclose(found, want, rtol=0, atol=0.05 * np.abs(want).max() + 2e-5 * sink)
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("size", [1e6, 1e9, 1e12])
+def test_scores_far_beyond_any_choose_the_highest(kv_type: Any, size: float) -> None:
+    q, k, v = (normal(60, 64, seed=i).reshape(60, 1, 64) for i in range(3))
+    found, want = attend(NativeOps(kv_type, 1), q * np.float32(size), k, v), attend(reference, q, k, v)
+    assert np.isfinite(found).all()
+    assert np.isfinite(want).all()
+    np.testing.assert_allclose(found[0], v[0], rtol=0, atol=0.02)  # it sees itself alone
+    for row in found[:57]:
+        assert np.abs(row - v[:, :, :]).max(-1).min() < 0.05  # one token's value
+
+
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "int8"])
 def test_blocks_are_as_large_as_said_and_copied_whole(kv_type: Any) -> None:
     ops, layout = NativeOps(kv_type, 2), CacheLayout(3, 2, 4, 5)

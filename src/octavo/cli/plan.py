@@ -136,7 +136,7 @@ def plan(
 
     config, quantised = _config(model)
     if dtype == "auto":
-        dtype = auto_kv_type(quantised=quantised)
+        dtype = auto_kv_type(quantised=quantised, head_dim=config["head_dim"])
     shape = _shape(config, dtype)
     if trace is not None:
         plan_trace(
@@ -193,7 +193,7 @@ def _config(model: str) -> tuple[dict[str, Any], bool]:
     if not Path(model).exists() and "/" in model:
         alone = _config_from_hub(model) or alone
     if alone.is_file():
-        return normalise(read_json(alone), alone), False  # a folder's never are
+        return normalise(read_json(alone), alone), False  # in safetensors, as a folder's are
     checkpoint = load_checkpoint(resolve(model))
     return checkpoint.config, checkpoint.quantised
 

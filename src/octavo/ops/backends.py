@@ -9,15 +9,15 @@ from octavo.errors import ConfigError
 from octavo.ops.interface import Ops
 
 
-def choose(config: EngineConfig, *, quantised: bool) -> Ops:
-    """The operations for an engine of these settings, on weights that are quantised or not.
+def choose(config: EngineConfig, *, quantised: bool, head_dim: int) -> Ops:
+    """The operations for an engine of these settings, for weights quantised or not and heads of this size.
 
     "auto" takes the native kernels, and where this installation has none, the NumPy reference with a warning, as the
     answers are the same. Raises ConfigError for kernels that are not there, and for what a backend cannot do.
     """
     if config.backend != "reference":
         try:
-            return _native(config, quantised)
+            return _native(config, quantised, head_dim)
         except ImportError as error:
             lacking = f"This installation has no native kernels ({error})"
             if config.backend == "native":
@@ -26,7 +26,7 @@ def choose(config: EngineConfig, *, quantised: bool) -> Ops:
     return _reference(config)
 
 
-def auto_kv_type(*, quantised: bool) -> str:
+def auto_kv_type(*, quantised: bool, head_dim: int) -> str:
     """What kv_dtype auto is here: the kernels' choice, or float32 where this installation has none.
 
     Raises ConfigError for an instruction set asked for that is not there.
@@ -34,20 +34,20 @@ def auto_kv_type(*, quantised: bool) -> str:
     try:
         from octavo.ops.native import auto_kv_type as of_kernels
 
-        return of_kernels(quantised=quantised)
+        return of_kernels(quantised=quantised, head_dim=head_dim)
     except ImportError:
         return "f32"
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _native(config: EngineConfig, quantised: bool) -> Ops:
+def _native(config: EngineConfig, quantised: bool, head_dim: int) -> Ops:
     """Deterministic without being asked: no sum depends on the batch or the threads."""
     from octavo.ops.native import NativeOps, auto_kv_type
 
     try:
-        kv_type = auto_kv_type(quantised=quantised) if config.kv_dtype == "auto" else config.kv_dtype
-        return NativeOps(kv_type, config.threads)
+        auto = auto_kv_type(quantised=quantised, head_dim=head_dim)
+        return NativeOps(auto if config.kv_dtype == "auto" else config.kv_dtype, config.threads)
     except ValueError as error:  # OCTAVO_ISA names what is not usable here
         raise ConfigError(str(error)) from None
 

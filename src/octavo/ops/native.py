@@ -52,13 +52,15 @@ class RopeTable:
     factor: float
 
 
-def auto_kv_type(*, quantised: bool) -> KvType:
+def auto_kv_type(*, quantised: bool, head_dim: int) -> KvType:
     """What keys and values are best kept as, beside weights that are quantised or not.
 
     int8 where weights are quantised, as the kernels then round what they multiply to 8 bits anyway, and where the
-    instruction set multiplies bytes: half the memory in half the time. Elsewhere bytes would only take longer.
+    instruction set multiplies bytes: half the memory in half the time. Elsewhere bytes would only take longer. A head
+    of an odd size, whose large dimensions cannot be spread over many others, stays bf16.
     """
-    return "int8" if quantised and _native.isa() in ("avx512", "amx") else "bf16"
+    spread = head_dim & -head_dim  # dimensions that are mixed (native/src/attention.hpp)
+    return "int8" if quantised and spread >= 32 and _native.isa() in ("avx512", "amx") else "bf16"
 
 
 class NativeOps:

@@ -234,7 +234,14 @@ def rotate(x: Float32, cos: Float32, sin: Float32) -> Float32:
 
 
 def write_kv(keys: Float32, values: Float32, cache: Float32, layer: int, slots: Int32) -> None:
-    """Put keys and values [T, G, D] of one layer at `slots` (block * block_size + offset)."""
+    """Put keys and values [T, G, D] of one layer at `slots` (block * block_size + offset).
+
+    Tokens that a row does not see get weight 0, and 0 times infinity or NaN is NaN: a value that is not finite becomes
+    zeros, and its key NaN, so that whoever sees the token has NaN and nobody else.
+    """
+    finite = np.isfinite(values).all(axis=-1, keepdims=True)
+    if not finite.all():
+        keys, values = np.where(finite, keys, np.float32(np.nan)), np.where(finite, values, np.float32(0))
     blocks, offsets = np.divmod(slots, cache.shape[4])
     cache[blocks, layer, 0, :, offsets] = keys
     cache[blocks, layer, 1, :, offsets] = values
