@@ -10,13 +10,8 @@ from octavo.lab import beam_sharing
 from octavo.lab.simulate import BEAM_SPREAD
 from octavo.llm import LLM
 
-TEXTS = (
-    "Once upon a time there was a small village at the edge of a forest, where",
-    "To make bread, you need flour, water and",
-    "The main difference between a list and a tuple in Python is that",
-    "Water boils at a lower temperature on high mountains, since",
-    "A good night's sleep is important because",
-)
+# Enough that where a few beams part, which the last digit of a score decides, does not decide the mean.
+TEXTS = (Path(__file__).parents[2] / "benchmarks" / "prompts.txt").read_text(encoding="utf-8").splitlines()[:24]
 TOKENS = 48  # nearly the paper's short answers
 
 

@@ -395,5 +395,7 @@ def test_the_picture_in_the_readme(browser: Any, url: str) -> None:
         page.wait_for_selector("#main:not([hidden])")
         ask_many(page, 4, 160)
         until(lambda: drawn_tables(page) and len(drawn_tables(page)[0]) > 8, page=page)
+        page.click("[data-speed=pause]")  # so that all of the page shows one moment
+        page.wait_for_timeout(500)
         page.screenshot(path=str(DOCS / "memory-page.png"))
         assert (DOCS / "memory-page.png").stat().st_size < 300_000
