@@ -391,7 +391,7 @@ def test_the_picture_in_the_readme(browser: Any, url: str) -> None:
         httpx.post(
             f"{url}/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": question}]}, timeout=60
         )
-    with opened(browser, url, viewport={"width": 1240, "height": 1400}) as page:
+    with opened(browser, url, viewport={"width": 1240, "height": 1340}) as page:
         page.wait_for_selector("#main:not([hidden])")
         ask_many(page, 4, 160)
         until(lambda: drawn_tables(page) and len(drawn_tables(page)[0]) > 8, page=page)
