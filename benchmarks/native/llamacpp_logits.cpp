@@ -1,4 +1,5 @@
-// llama.cpp's logits for token ids, so that its agreement with the float32 reference can be told: MODEL.gguf THREADS LONGEST.
+// llama.cpp's logits for token ids, so that its agreement with the float32 reference can be told.
+// Arguments: MODEL.gguf THREADS LONGEST (tokens of a prompt).
 //
 // Reads "count id id ..." from standard input again and again, and answers each with count x vocabulary floats, the
 // logits after every token, computed in one batch as a server computes a prompt. First of all it prints the size of

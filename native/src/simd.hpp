@@ -49,16 +49,6 @@ OCTAVO_INLINE F set1(float x) {
 #endif
 }
 OCTAVO_INLINE I set1(std::int32_t x) { return I{} + x; }
-// Zero by the one instruction that takes no time; compilers copy a zero they hold, which may.
-OCTAVO_INLINE I zero() {
-#if defined(__AVX512F__)
-  I v;
-  asm volatile("vpxord %0, %0, %0" : "=v"(v));
-  return v;
-#else
-  return I{};
-#endif
-}
 OCTAVO_INLINE I lanes() {
   I v;
   for (int i = 0; i < W; ++i) v[i] = i;

@@ -42,7 +42,7 @@ inline float round_to(KvType type, float x) {
   return out[0];
 }
 
-// A row as a cache holds it. As bytes: multiples of a 127th of the largest, keys and queries mixed.
+// A row as a cache holds it. As bytes: multiples of a 127th of the largest.
 inline std::vector<double> round_to(KvType type, const std::vector<float>& row) {
   float largest = 0.0f;
   for (const float x : row) largest = std::max(largest, std::abs(x));

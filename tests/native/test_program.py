@@ -467,7 +467,7 @@ def test_results_hold_where_the_system_grants_fewer_threads_than_asked() -> None
     code = """if True:
         import numpy as np
         from octavo.ops.native import NativeOps
-        from tests.native.test_native_ops import mixed, normal, stored
+        from tests.native.test_native_ops import normal, stored
 
         x, tensor = normal(9, 32), stored(normal(48, 32))
         one, many = (ops.linear(x, ops.linear_weight([tensor])) for ops in (NativeOps("f32", 1), NativeOps("f32", 4)))

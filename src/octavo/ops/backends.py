@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.ops.interface import Ops
+
+if TYPE_CHECKING:
+    from octavo.ops.native import KvType
 
 
 def choose(config: EngineConfig, *, quantised: bool, head_dim: int) -> Ops:
@@ -26,7 +30,7 @@ def choose(config: EngineConfig, *, quantised: bool, head_dim: int) -> Ops:
     return _reference(config)
 
 
-def auto_kv_type(*, quantised: bool, head_dim: int) -> str:
+def auto_kv_type(*, quantised: bool, head_dim: int) -> KvType:
     """What kv_dtype auto is here: the kernels' choice, or float32 where this installation has none.
 
     Raises ConfigError for an instruction set asked for that is not there.
@@ -43,10 +47,10 @@ def auto_kv_type(*, quantised: bool, head_dim: int) -> str:
 
 def _native(config: EngineConfig, quantised: bool, head_dim: int) -> Ops:
     """Deterministic without being asked: no sum depends on the batch or the threads."""
-    from octavo.ops.native import NativeOps, auto_kv_type
+    from octavo.ops.native import NativeOps
 
+    auto = auto_kv_type(quantised=quantised, head_dim=head_dim)
     try:
-        auto = auto_kv_type(quantised=quantised, head_dim=head_dim)
         return NativeOps(auto if config.kv_dtype == "auto" else config.kv_dtype, config.threads)
     except ValueError as error:  # OCTAVO_ISA names what is not usable here
         raise ConfigError(str(error)) from None
