@@ -31,7 +31,8 @@ alignas(64) constexpr Stored kZeros[kMaxHeadDim] = {};
 
 OCTAVO_INLINE std::int64_t whole_vectors(std::int64_t n) { return (n + W - 1) / W * W; }
 
-// 2^x to about 1.5e-7 relative, exactly 0 far below; for x up to 127. NaN stays NaN.
+// 2^x to about 1.5e-7 relative, or where `coarse` 1.1e-4; exactly 0 far below; for x up to 127. NaN stays NaN.
+template <bool coarse = false>
 OCTAVO_INLINE F exp2(F x) {
 #if defined(__AVX512DQ__)
   const F r = (F)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
@@ -40,11 +41,16 @@ OCTAVO_INLINE F exp2(F x) {
   const I n = round_to_int(bounded - set1(0.5f));
   const F r = bounded - to_float(n);
 #endif
-  F p = set1(0.0018671304f);  // minimax for 2^r on [0, 1], exact at 0
-  p = fma(p, r, set1(0.00901702978f));
-  p = fma(p, r, set1(0.0557999127f));
-  p = fma(p, r, set1(0.240164444f));
-  p = fma(p, r, set1(0.693151295f));
+  F p;  // minimax for 2^r on [0, 1], exact at 0
+  if constexpr (coarse) {
+    p = fma(set1(0.07826797f), r, set1(0.22630768f));
+    p = fma(p, r, set1(0.6954243f));
+  } else {
+    p = fma(set1(0.0018671304f), r, set1(0.00901702978f));
+    p = fma(p, r, set1(0.0557999127f));
+    p = fma(p, r, set1(0.240164444f));
+    p = fma(p, r, set1(0.693151295f));
+  }
   p = fma(p, r, set1(1.0f));
 #if defined(__AVX512DQ__)
   return (F)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
@@ -97,7 +103,7 @@ struct F32 {
 };
 
 // Bytes and a float32 for each token's key or value of a head: x = q * scale, |q| <= 127. Keys are kept as q + 128, as
-// the dot products of bytes want one side without a sign; queries are rounded likewise, weights to 16 bits. Keys and
+// the dot products of bytes want one side without a sign; queries are rounded likewise, weights to a byte too. Keys and
 // queries are mixed before they are rounded.
 struct Int8 {
   using Stored = std::uint8_t;
@@ -108,6 +114,7 @@ struct Int8 {
 // The bits of a row's largest magnitude: NaN is above all.
 OCTAVO_INLINE std::int32_t top_of(const float* x, std::int64_t n) {
   I largest = {};
+#pragma GCC unroll 8
   for (std::int64_t i = 0; i < n; i += W) {
     const I bits = as_int(abs(load_up_to(x + i, n - i)));
     largest = bits > largest ? bits : largest;
@@ -135,6 +142,7 @@ OCTAVO_INLINE I to_steps(F x, const Step& step) { return round_to_int(x * set1(s
 OCTAVO_INLINE std::int64_t mixed(std::int64_t dim) { return dim & -dim; }
 OCTAVO_INLINE void mix(float* x, std::int64_t dim) {
   const std::int64_t run = mixed(dim);
+#pragma GCC unroll 8
   for (std::int64_t i = 0; i < dim; i += W) {
     F v = load(x + i);
 #pragma GCC unroll 4
@@ -143,12 +151,15 @@ OCTAVO_INLINE void mix(float* x, std::int64_t dim) {
     }
     store(x + i, v);
   }
+#pragma GCC unroll 4
   for (std::int64_t far = W; far < run; far *= 2)
+#pragma GCC unroll 8
     for (std::int64_t i = 0; i < dim; i += 2 * far)
-      for (float* at = x + i; at < x + i + far; at += W) {
-        const F left = load(at), right = load(at + far);
-        store(at, left + right);
-        store(at + far, left - right);
+#pragma GCC unroll 8
+      for (std::int64_t j = i; j < i + far; j += W) {
+        const F left = load(x + j), right = load(x + j + far);
+        store(x + j, left + right);
+        store(x + j + far, left - right);
       }
 }
 
@@ -205,6 +216,7 @@ OCTAVO_INLINE void rotate(const float* x, std::int64_t dim, const Rotation& by, 
   const std::int64_t half = by.half;
   for (std::int64_t i = 2 * half; i < dim; i += W) store_up_to(out + i, load_up_to(x + i, dim - i), dim - i);
   for (std::int64_t i = dim; i < whole_vectors(dim); ++i) out[i] = 0.0f;
+#pragma GCC unroll 4
   for (std::int64_t i = 0; i < half; i += W) {
     const std::int64_t n = half - i;
     const F c = load_up_to(by.cos + i, n), s = load_up_to(by.sin + i, n);
@@ -274,38 +286,55 @@ OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int6
   scatter<T>(v, at.dim, values + (offset - place) * at.dim, place);
 }
 
-// A rotated query as bytes, in the place of its floats: [wide] and what goes with them.
+// What goes with a rotated query as bytes.
 struct ByteQuery {
   float scale;
   std::int32_t offset;  // what is too much in a product with keys that are 128 too high, below 0
 };
-static_assert(sizeof(ByteQuery) <= 3 * 4);  // what a query of one vector of 4 leaves
 
-OCTAVO_INLINE void round_query(const float* query, std::int64_t dim, float* out) {
+// The bytes of kRows queries lie together: W dimensions of each, then the next W. Then what goes with them.
+OCTAVO_INLINE std::int64_t bytes_of_queries(std::int64_t wide) { return kRows * wide; }
+static_assert(kRows * (W + static_cast<std::int64_t>(sizeof(ByteQuery))) <= kRows * W * 4);  // the room of their floats
+
+OCTAVO_INLINE void round_query(const float* query, std::int64_t dim, int row, std::uint8_t* rows) {
   const std::int64_t wide = whole_vectors(dim);
-  std::uint8_t* const bytes = reinterpret_cast<std::uint8_t*>(out);
   const Step step = step_of(query, dim);
   I sum = {};
+#pragma GCC unroll 8
   for (std::int64_t i = 0; i < wide; i += W) {
     const I q = to_steps(load(query + i), step);
     sum += q;
-    store_bytes(bytes + i, q);
+    store_bytes(rows + i * kRows + row * W, q);
   }
   const ByteQuery rest{step.scale, -128 * reduce_add(sum)};
-  std::memcpy(bytes + wide, &rest, sizeof rest);
+  std::memcpy(rows + bytes_of_queries(wide) + row * static_cast<std::int64_t>(sizeof rest), &rest, sizeof rest);
 }
 
-// A token's rotated query of a head, as `attend` takes it.
+// Calls turn(dim, rotation) with constants for the commonest head, whose whole row then stays in registers.
+template <class Turn>
+OCTAVO_INLINE void with_head(std::int64_t dim, const Rotation& by, const Turn& turn) {
+  if (dim == 64 && by.half == 32)
+    turn(64, Rotation{by.cos, by.sin, 32});
+  else
+    turn(dim, by);
+}
+
+// A token's rotated query of a head, as `attend` takes it: row i of queries [kSegment][wide], or of bytes in their room.
 template <class T>
-OCTAVO_INLINE void turn_query(const AttentionArgs& a, std::int64_t token, std::int64_t head, float* out) {
+OCTAVO_INLINE void turn_query(const AttentionArgs& a, std::int64_t token, std::int64_t head, std::int64_t i,
+                              float* queries) {
   const float* const query = a.q + token * a.q_stride + head * a.head_dim;
+  const std::int64_t wide = whole_vectors(a.head_dim);
   if constexpr (T::scaled) {
-    float turned[kMaxHeadDim + W];
-    rotate(query, a.head_dim, rotation_of(a, token), turned);
-    mix(turned, a.head_dim);
-    round_query(turned, a.head_dim, out);
+    auto* const rows = reinterpret_cast<std::uint8_t*>(queries + i / kRows * kRows * wide);
+    with_head(a.head_dim, rotation_of(a, token), [&](std::int64_t dim, const Rotation& by) __attribute__((always_inline)) {
+      float turned[kMaxHeadDim + W];
+      rotate(query, dim, by, turned);
+      mix(turned, dim);
+      round_query(turned, dim, static_cast<int>(i % kRows), rows);
+    });
   } else {
-    rotate(query, a.head_dim, rotation_of(a, token), out);
+    rotate(query, a.head_dim, rotation_of(a, token), queries + i * wide);
   }
 }
 
@@ -314,10 +343,18 @@ template <class T>
 void write(const AttentionArgs& a, std::int64_t token, std::int64_t head) {
   const Layout<T> at(a);
   const std::int64_t slot = a.plan->step.slots[token];
+  const float* const key = a.k + token * a.k_stride + head * at.dim;
+  const float* const value = a.v + token * a.v_stride + head * at.dim;
   float turned[kMaxHeadDim + W];
-  rotate(a.k + token * a.k_stride + head * at.dim, at.dim, rotation_of(a, token), turned);
-  if constexpr (T::scaled) mix(turned, at.dim);
-  write_pair(at, slot / at.size, slot % at.size, head, turned, a.v + token * a.v_stride + head * at.dim);
+  if constexpr (T::scaled) {
+    with_head(at.dim, rotation_of(a, token), [&](std::int64_t dim, const Rotation& by) __attribute__((always_inline)) {
+      rotate(key, dim, by, turned);
+      mix(turned, dim);
+    });
+  } else {
+    rotate(key, at.dim, rotation_of(a, token), turned);
+  }
+  write_pair(at, slot / at.size, slot % at.size, head, turned, value);
 }
 
 // --- reading a partition --------------------------------------------------------------------------------------------
@@ -440,7 +477,7 @@ void look_ahead(const Layout<T>& at, const StepView& step, const Place& place, K
 
 // One head of one token, on its way through its context.
 struct Row {
-  const float* query;  // [D] and zeros up to a whole vector
+  const float* query;  // [D] and zeros up to a whole vector; where they are bytes, those of the first of kRows count
   const Query* seen;
   float* out;     // [D] values weighted so far
   float highest;  // of the scores so far, in powers of 2
@@ -570,71 +607,80 @@ struct PerRow {
   }
 };
 
-// Turns the rows' products of chunks [first, last), which are `units` of each row, into weights relative to each row's
-// highest score, which `tops` receives in powers of 2, and adds them up. What a row does not see gets weight 0.
-// Where values have scales, weights are multiplied by them afterwards, and `largest` receives each row's largest.
-template <class T, int R>
-OCTAVO_INLINE void weigh(float* scores, const Keys<T>& keys, const Sight<R>& sight, const Scoring& scoring,
-                         const PerRow<R>& units, PerRow<R>& tops, PerRow<R>& sums, PerRow<R>& largest) {
-  int latest = 0, earliest = kPartition;
+// What the rows' weights of a partition are relative to: each row's highest score.
+template <int R>
+struct Heights {
+  float base[R], scale[R];
+  int from = 0, to = kPartition;  // the tokens that all rows see
+
+  OCTAVO_INLINE bool seen_by_all(int c) const { return from <= c * kChunk && (c + 1) * kChunk <= to; }
+
+  // Exactly 1 for the highest score, whatever its size.
+  template <bool coarse>
+  OCTAVO_INLINE F weight(int r, F score) const {
+    return exp2<coarse>((score - set1(base[r])) * set1(scale[r]));
+  }
+};
+
+template <int R>
+OCTAVO_INLINE I sees(const Sight<R>& sight, int r, int c) {
+  return (lanes() >= sight.begin[r] - c * kChunk) & (lanes() < sight.end[r] - c * kChunk);
+}
+
+// Finds the highest of each row's products of the chunks in sight, which are `units` of each row, and gives `tops` them in
+// powers of 2. What a row does not see is made lower than any.
+template <int R>
+OCTAVO_INLINE Heights<R> find_heights(float* scores, const Sight<R>& sight, const Scoring& scoring,
+                                      const PerRow<R>& units, PerRow<R>& tops) {
+  Heights<R> heights;
   for (int r = 0; r < R; ++r) {
-    latest = most(latest, sight.begin[r]);
-    earliest = least(earliest, sight.end[r]);
+    heights.from = most(heights.from, sight.begin[r]);
+    heights.to = least(heights.to, sight.end[r]);
   }
   F highest[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) highest[r] = set1(kLowest);
   for (int c = sight.first; c < sight.last; ++c) {
-    const bool all = latest <= c * kChunk && (c + 1) * kChunk <= earliest;
-    if (all && scoring.cap == 0.0f) {
+    if (heights.seen_by_all(c) && scoring.cap == 0.0f) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) highest[r] = max(highest[r], load(scores + r * kPitch + c * kChunk));
       continue;
     }
     for (int r = 0; r < R; ++r) {
-      const int from = sight.begin[r] - c * kChunk, to = sight.end[r] - c * kChunk;
       F s = load(scores + r * kPitch + c * kChunk);
       if (scoring.cap != 0.0f) s = set1(scoring.cap) * tanh(s * set1(scoring.shrink * units.of[r]));
-      s = ((lanes() >= from) & (lanes() < to)) ? s : set1(kLowest);
+      s = sees(sight, r, c) ? s : set1(kLowest);
       store(scores + r * kPitch + c * kChunk, s);
       highest[r] = max(highest[r], s);
     }
   }
-  F scale[R], base[R], total[R] = {};
-  I top[R] = {};  // of the weights, as bits: NaN is above all
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    scale[r] = set1(scoring.cap != 0.0f ? scoring.scale : scoring.scale * units.of[r]);
-    const float top_score = reduce_max(highest[r]);
-    tops.of[r] = sight.blind(r) ? kLowest : top_score * scale[r][0];
-    base[r] = set1(sight.blind(r) ? 0.0f : top_score);
+    const float top = reduce_max(highest[r]);
+    heights.scale[r] = scoring.cap != 0.0f ? scoring.scale : scoring.scale * units.of[r];
+    heights.base[r] = sight.blind(r) ? 0.0f : top;
+    tops.of[r] = sight.blind(r) ? kLowest : top * heights.scale[r];
   }
-  for (int c = sight.first; c < sight.last; ++c) {
-    const bool all = latest <= c * kChunk && (c + 1) * kChunk <= earliest;
+  return heights;
+}
+
+// Turns the rows' products into weights relative to each row's highest, and adds them up. What a row does not see gets
+// weight 0.
+template <int R>
+OCTAVO_INLINE void weigh(float* scores, const Sight<R>& sight, const Scoring& scoring, PerRow<R>& tops,
+                         PerRow<R>& sums) {
+  const Heights<R> heights = find_heights<R>(scores, sight, scoring, PerRow<R>::ones(), tops);
+  F total[R] = {};
+  for (int c = sight.first; c < sight.last; ++c)
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float* const s = scores + r * kPitch + c * kChunk;
-      F weight = exp2((load(s) - base[r]) * scale[r]);  // exactly 1 for the highest, whatever its size
+      const F weight = heights.template weight<false>(r, load(s));
       total[r] += weight;
-      if constexpr (T::scaled) {
-        weight *= load(keys.value_scale[c]);
-        if (!all) {  // stale scales may be NaN
-          const int from = sight.begin[r] - c * kChunk, to = sight.end[r] - c * kChunk;
-          weight = ((lanes() >= from) & (lanes() < to)) ? weight : F{};
-        }
-        top[r] = as_int(weight) > top[r] ? as_int(weight) : top[r];
-      }
       store(s, weight);
     }
-  }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    sums.of[r] = reduce_add(total[r]);
-    if constexpr (T::scaled) {
-      const std::int32_t bits = reduce_max(top[r]);
-      std::memcpy(&largest.of[r], &bits, sizeof bits);
-    }
-  }
+  for (int r = 0; r < R; ++r) sums.of[r] = reduce_add(total[r]);
 }
 
 // How much the parts so far and a new one count once they are relative to the higher of their highest scores.
@@ -747,9 +793,9 @@ void attend(const Walk& walk, const Keys<T>& keys, Row* rows) {
   for (; c + kColumns / 2 < last; c += kColumns) score<T, R, kColumns>(keys, c, last, queries, walk.wide, scores);
   if (c < last) score<T, R, kColumns / 2>(keys, c, last, queries, walk.wide, scores);
 
-  PerRow<R> tops, sums, none;
+  PerRow<R> tops, sums;
   Goal goals[R];
-  weigh<T, R>(scores[0], keys, sight, walk.scoring, PerRow<R>::ones(), tops, sums, none);
+  weigh<R>(scores[0], sight, walk.scoring, tops, sums);
   settle<R>(walk, rows, R, sight, tops, sums, goals);
 
   std::int64_t d = 0;
@@ -925,9 +971,8 @@ void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t 
   Goal goals[kSegment + kRows];
   for (std::int64_t g = 0; g < num_groups; ++g) {
     if (groups[g].sight.nothing()) continue;
-    PerRow<kRows> tops, sums, none;
-    weigh<T, kRows>(room.scores + g * kRows * kPitch, keys, groups[g].sight, walk.scoring, PerRow<kRows>::ones(), tops,
-                    sums, none);
+    PerRow<kRows> tops, sums;
+    weigh<kRows>(room.scores + g * kRows * kPitch, groups[g].sight, walk.scoring, tops, sums);
     const int rows_here = static_cast<int>(least<std::int64_t>(kRows, count - g * kRows));
     settle<kRows>(walk, rows + g * kRows, rows_here, groups[g].sight, tops, sums, goals + g * kRows);
   }
@@ -948,31 +993,39 @@ void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t 
 }
 
 // --- rows and a partition of bytes ----------------------------------------------------------------------------------
-// Sums of bytes' products are exact in integers, and below 2^24, so exact in float32 too: those of a partition's values
-// with one of the two bytes of their weights are at most 256 * 255 * 127.
+// Sums of bytes' products are exact in integers, and below 2^24, so exact in float32 too.
 
-template <int R, int C>
-OCTAVO_INLINE void score_bytes(const Keys<Int8>& keys, int c, const std::uint8_t* const (&queries)[R],
+// `Asks` whether lines that will be read soon are asked for: once is enough for all rows of a work.
+template <int R, int C, bool Asks>
+OCTAVO_INLINE void score_bytes(const Keys<Int8>& keys, int c, const std::uint8_t* queries,
                                const std::int32_t (&offsets)[R], std::int64_t wide, float (&scores)[R][kPitch]) {
   I sum[R][C];
+  const std::uint8_t *key[C], *value[C];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+  for (int i = 0; i < C; ++i) {
+    key[i] = keys.key[c + i];
+    value[i] = keys.value[c + i];
 #pragma GCC unroll 8
-    for (int i = 0; i < C; ++i) sum[r][i] = set1(offsets[r]);
-  for (std::int64_t k = 0; k < wide / Int8::step; ++k) {
-    I b[C];
-#pragma GCC unroll 8
-    for (int i = 0; i < C; ++i) {
-      __builtin_prefetch(keys.value[c + i] + k * W * Int8::step, 0, 2);
-      b[i] = load_as<I>(keys.key[c + i] + k * keys.key_stride);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const I four = set1(load_as<std::int32_t>(queries[r] + k * Int8::step));
-#pragma GCC unroll 8
-      for (int i = 0; i < C; ++i) sum[r][i] = dot_u8s8(sum[r][i], b[i], four);
-    }
+    for (int r = 0; r < R; ++r) sum[r][i] = set1(offsets[r]);
   }
+  const std::int64_t stride = keys.key_stride;
+  const std::uint8_t* const end = queries + bytes_of_queries(wide);
+  for (std::int64_t at = 0, line = 0; queries < end; queries += kRows * W)
+#pragma GCC unroll 4
+    for (int word = 0; word < W; word += Int8::step, at += stride, line += W * Int8::step) {
+      I b[C];
+#pragma GCC unroll 8
+      for (int i = 0; i < C; ++i) {
+        if constexpr (Asks) __builtin_prefetch(value[i] + line, 0, 2);
+        b[i] = load_as<I>(key[i] + at);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const I four = set1(load_as<std::int32_t>(queries + r * W + word));
+#pragma GCC unroll 8
+        for (int i = 0; i < C; ++i) sum[r][i] = dot_u8s8(sum[r][i], b[i], four);
+      }
+    }
 #pragma GCC unroll 8
   for (int i = 0; i < C; ++i) {
     const F scale = load(keys.key_scale[c + i]);
@@ -981,110 +1034,166 @@ OCTAVO_INLINE void score_bytes(const Keys<Int8>& keys, int c, const std::uint8_t
   }
 }
 
-constexpr std::int64_t kFour = 16;  // bytes that four tokens' rounded weights take: four low ones, four high ones, rest
+// Chunks whose weights are rounded together, to multiples of a 255th of a row's largest among them: beside a token that
+// has nearly all the weight, many that have little each vanish, and the fewer share its fate the better. With 64 tokens
+// that adds a tenth to the divergence that rounding keys and values causes, with all of a partition as much again.
+constexpr int kStretch = 64 / kChunk;
+constexpr int kStretches = kChunks / kStretch;
+constexpr std::int64_t kFour = 16;  // bytes from one four tokens' rounded weights to the next
 
-// The rows' weights, in place, as multiples of a 65535th of each row's largest.
+// What the rows' rounded weights of each stretch are multiples of.
 template <int R>
-OCTAVO_INLINE void round_weights(float (&weights)[R][kPitch], int first, int last, const PerRow<R>& largest) {
-  F inverse[R];
+struct Units {
+  float of[kStretches][R];
+};
+
+// Turns the rows' products with C chunks of a stretch into rounded weights times the values' scales, in place, and adds
+// the weights up as they were. Scales of tokens out of sight may be NaN.
+template <int R, int C>
+OCTAVO_INLINE void weigh_stretch(float (&scores)[R][kPitch], const Keys<Int8>& keys, const Sight<R>& sight,
+                                 const Heights<R>& heights, int c, F (&totals)[R], Units<R>& units) {
+  F scale[C];
+  bool all = true;
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) inverse[r] = set1(largest.of[r] <= 1e-30f ? 0.0f : 65535.0f / largest.of[r]);
-  for (int c = first; c < last; ++c)
+  for (int i = 0; i < C; ++i) {
+    scale[i] = load(keys.value_scale[c + i]);
+    all = all && heights.seen_by_all(c + i);
+  }
+  for (int r = 0; r < R; ++r) {
+    float* const row = scores[r] + c * kChunk;
+    F weights[C], total = totals[r];
+    I top = {};  // as bits: NaN is above all
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      float* const w = weights[r] + c * kChunk;
-      store_as(w, low_bytes_then_next(round_to_int(load(w) * inverse[r])));
+    for (int i = 0; i < C; ++i) {
+      const F weight = heights.template weight<true>(r, load(row + i * kChunk));
+      total += weight;
+      weights[i] = weight * scale[i];
+      if (!all) weights[i] = sees(sight, r, c + i) ? weights[i] : F{};
+      top = as_int(weights[i]) > top ? as_int(weights[i]) : top;
     }
+    totals[r] = total;
+    const std::int32_t bits = reduce_max(top);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    units.of[c / kStretch][r] = largest * (1.0f / 255.0f);
+    const F steps = set1(largest <= 1e-30f ? 0.0f : 255.0f / largest);
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) store_as(row + i * kChunk, low_bytes(as_int(fma(weights[i], steps, set1(kBias)))));
+  }
 }
 
-template <int R, int C>
+// Calls stretch<C>(c) for the chunks [first, last): C from chunk c on, all of one stretch.
+template <class Stretch>
+OCTAVO_INLINE void in_stretches(int first, int last, const Stretch& stretch) {
+  for (int c = first, stop; c < last; c = stop) {
+    stop = least((c / kStretch + 1) * kStretch, last);
+    with_columns<kStretch>(stop - c, [&]<int C>() { stretch.template operator()<C>(c); });
+  }
+}
+
+template <int R, int C, bool Asks>
 OCTAVO_INLINE void add_value_bytes(const Walk& walk, const Keys<Int8>& keys, int first, int last,
-                                   const float (&weights)[R][kPitch], const PerRow<R>& largest, const Goal (&goals)[R],
+                                   const float (&weights)[R][kPitch], const Units<R>& units, const Goal (&goals)[R],
                                    std::int64_t d) {
-  I low[R][C] = {}, high[R][C] = {};
-  for (int c = first; c < last; ++c) {
-    const std::uint8_t* const values = keys.value[c] + d * Int8::step;
-    const std::uint8_t* const next = keys.next[c] + d / W * keys.key_stride;
-    for (std::int64_t k = 0; k < kChunk / Int8::step; ++k) {
-      I b[C];
+  F sum[R][C] = {};
+  for (int c = first, stop; c < last; c = stop) {
+    stop = least((c / kStretch + 1) * kStretch, last);
+    I dots[R][C] = {};
+    for (int i = c; i < stop; ++i) {
+      const std::uint8_t* const values = keys.value[i] + d * Int8::step;
+      const std::uint8_t* const next = keys.next[i] + d / W * keys.key_stride;
+#pragma GCC unroll 4
+      for (std::int64_t k = 0; k < kChunk / Int8::step; ++k) {
+        I b[C];
 #pragma GCC unroll 8
-      for (int i = 0; i < C; ++i) {
-        __builtin_prefetch(next + (k * (walk.wide / W) + i) * keys.key_stride, 0, 2);
-        b[i] = load_as<I>(values + k * keys.value_stride + i * W * Int8::step);
-      }
+        for (int v = 0; v < C; ++v) {
+          if constexpr (Asks) __builtin_prefetch(next + (k * (walk.wide / W) + v) * keys.key_stride, 0, 2);
+          b[v] = load_as<I>(values + k * keys.value_stride + v * W * Int8::step);
+        }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const auto* const four = reinterpret_cast<const std::uint8_t*>(weights[r] + c * kChunk) + k * kFour;
-        const I lows = set1(load_as<std::int32_t>(four)), highs = set1(load_as<std::int32_t>(four + 4));
+        for (int r = 0; r < R; ++r) {
+          const auto* const four = reinterpret_cast<const std::uint8_t*>(weights[r] + i * kChunk) + k * kFour;
+          const I bytes = set1(load_as<std::int32_t>(four));
 #pragma GCC unroll 8
-        for (int i = 0; i < C; ++i) {
-          low[r][i] = dot_u8s8(low[r][i], lows, b[i]);
-          high[r][i] = dot_u8s8(high[r][i], highs, b[i]);
+          for (int v = 0; v < C; ++v) dots[r][v] = dot_u8s8(dots[r][v], bytes, b[v]);
         }
       }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const F unit = set1(units.of[c / kStretch][r]);
+#pragma GCC unroll 8
+      for (int v = 0; v < C; ++v) sum[r][v] = fma(to_float(dots[r][v]), unit, sum[r][v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     if (goals[r].out == nullptr) continue;
-    const F unit = set1(largest.of[r] * (1.0f / 65535.0f));
 #pragma GCC unroll 8
-    for (int i = 0; i < C; ++i)
-      put(walk, goals[r], d + i * W, fma(to_float(high[r][i]), set1(256.0f), to_float(low[r][i])) * unit);
+    for (int v = 0; v < C; ++v) put(walk, goals[r], d + v * W, sum[r][v]);
   }
 }
 
-template <int R>
+template <int R, bool Asks>
 void attend_bytes(const Walk& walk, const Keys<Int8>& keys, Row* rows) {
   const Sight<R> sight(rows, R, walk.partition);
   if (sight.nothing()) return;
-  const std::uint8_t* queries[R];
+  const auto* const queries = reinterpret_cast<const std::uint8_t*>(rows[0].query);
   std::int32_t offsets[R];
-  PerRow<R> units, tops, sums, largest;
+  PerRow<R> of_query, tops, sums;
   for (int r = 0; r < R; ++r) {
-    queries[r] = reinterpret_cast<const std::uint8_t*>(rows[r].query);
-    const ByteQuery query = load_as<ByteQuery>(queries[r] + walk.wide);
-    units.of[r] = query.scale;
+    const auto* const rest = queries + bytes_of_queries(walk.wide) + r * static_cast<std::int64_t>(sizeof(ByteQuery));
+    const ByteQuery query = load_as<ByteQuery>(rest);
+    of_query.of[r] = query.scale;
     offsets[r] = query.offset;
   }
 
   alignas(64) float scores[R][kPitch];  // and soon weights
   for (int c = sight.first; c < sight.last; c += kColumns)
-    with_columns(sight.last - c, [&]<int C>() { score_bytes<R, C>(keys, c, queries, offsets, walk.wide, scores); });
+    with_columns(sight.last - c, [&]<int C>() { score_bytes<R, C, Asks>(keys, c, queries, offsets, walk.wide, scores); });
+  const Heights<R> heights = find_heights<R>(scores[0], sight, walk.scoring, of_query, tops);
+  Units<R> units;
+  F totals[R] = {};
+  in_stretches(sight.first, sight.last,
+               [&]<int C>(int c) { weigh_stretch<R, C>(scores, keys, sight, heights, c, totals, units); });
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums.of[r] = reduce_add(totals[r]);
   Goal goals[R];
-  weigh<Int8, R>(scores[0], keys, sight, walk.scoring, units, tops, sums, largest);
   settle<R>(walk, rows, R, sight, tops, sums, goals);
-  round_weights<R>(scores, sight.first, sight.last, largest);
   constexpr int most_columns = R <= kRows / 2 ? kColumns : kColumns / 2;  // each in two sums
   for (std::int64_t d = 0; d < walk.wide; d += most_columns * W)
     with_columns<most_columns>((walk.wide - d) / W, [&]<int C>() {
-      add_value_bytes<R, C>(walk, keys, sight.first, sight.last, scores, largest, goals, d);
+      add_value_bytes<R, C, Asks>(walk, keys, sight.first, sight.last, scores, units, goals, d);
     });
 }
 
 template <class T, int R>
-OCTAVO_INLINE void attend_up_to(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t n) {
+OCTAVO_INLINE void attend_up_to(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t n, bool asks) {
   if constexpr (R > 1) {
-    if (n < R) return attend_up_to<T, R - 1>(walk, keys, rows, n);
+    if (n < R) return attend_up_to<T, R - 1>(walk, keys, rows, n, asks);
   }
-  if constexpr (T::scaled)
-    attend_bytes<R>(walk, keys, rows);
-  else
+  if constexpr (!T::scaled)
     attend<T, R>(walk, keys, rows);
+  else if (asks)
+    attend_bytes<R, true>(walk, keys, rows);
+  else
+    attend_bytes<R, false>(walk, keys, rows);
 }
 
 // --- works ----------------------------------------------------------------------------------------------------------
 
-// Row i of a work: of its queries' heads that share a key/value head, one token's after another's.
+// Rows [first, first + n) of a work: of its queries' heads that share a key/value head, one token's after another's.
 template <class T>
-OCTAVO_INLINE Row make_row(const AttentionArgs& a, const Work& work, const Query* queries, std::int64_t head,
-                           std::int64_t i, float* turned) {
-  const std::int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim;
-  const Query& query = queries[i / group];
-  const std::int64_t h = head * group + i % group;
-  turn_query<T>(a, query.token, h, turned);
-  float* const out = work.whole ? a.out + query.token * a.out_stride + h * dim : a.plan->partials + h * (dim + 2);
-  return {turned, &query, out, kLowest, 0.0f};
+OCTAVO_INLINE void make_rows(const AttentionArgs& a, const Work& work, const Query* queries, std::int64_t head,
+                             std::int64_t first, std::int64_t n, float* turned, Row* rows) {
+  const std::int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, wide = whole_vectors(dim);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Query& query = queries[(first + i) / group];
+    const std::int64_t h = head * group + (first + i) % group;
+    turn_query<T>(a, query.token, h, i, turned);
+    float* const out = work.whole ? a.out + query.token * a.out_stride + h * dim : a.plan->partials + h * (dim + 2);
+    rows[i] = {turned + i * wide, &query, out, kLowest, 0.0f};
+  }
 }
 
 // The tokens of a partition that any of the rows sees.
@@ -1123,7 +1232,7 @@ void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::
       }
     }
     for (std::int64_t i = 0; i < count; i += kRows)
-      attend_up_to<T, kRows>(walk, keys, rows + i, least<std::int64_t>(kRows, count - i));
+      attend_up_to<T, kRows>(walk, keys, rows + i, least<std::int64_t>(kRows, count - i), i == 0);
   }
 }
 
@@ -1135,8 +1244,7 @@ void do_work(const AttentionArgs& a, const Work& work, const Query* queries, std
   Row rows[kSegment];
   for (std::int64_t first = 0; first < count; first += kSegment) {
     const std::int64_t n = least<std::int64_t>(kSegment, count - first);
-    for (std::int64_t i = 0; i < n; ++i)
-      rows[i] = make_row<T>(a, work, queries, head, first + i, room.queries + i * walk.wide);
+    make_rows<T>(a, work, queries, head, first, n, room.queries, rows);
     walk_rows<T>(walk, work, head, rows, n, next, room);
   }
 }

@@ -76,7 +76,8 @@ OCTAVO_INLINE F load_some(const float* p, std::int64_t n) {
   return (F)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 #else
   F v = {};
-  for (std::int64_t i = 0; i < n; ++i) v[i] = p[i];
+  for (int i = 0; i < W; ++i)
+    if (i < n) v[i] = p[i];
   return v;
 #endif
 }
@@ -84,7 +85,8 @@ OCTAVO_INLINE void store_some(float* p, F v, std::int64_t n) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
 #else
-  for (std::int64_t i = 0; i < n; ++i) p[i] = v[i];
+  for (int i = 0; i < W; ++i)
+    if (i < n) p[i] = v[i];
 #endif
 }
 
@@ -109,10 +111,10 @@ OCTAVO_INLINE void store_bytes(std::uint8_t* p, I v) {
   for (int i = 0; i < W; ++i) p[i] = (std::uint8_t)v[i];
 #endif
 }
-// Of every four lanes: their lowest bytes in the first, their second bytes in the second, zeros in the others.
-OCTAVO_INLINE I low_bytes_then_next(I v) {
+// Of every four lanes: their lowest bytes in the first, zeros in the others.
+OCTAVO_INLINE I low_bytes(I v) {
 #if defined(__AVX512BW__) || defined(__AVX2__)
-  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
 #endif
 #if defined(__AVX512BW__)
   return (I)_mm512_shuffle_epi8((__m512i)v, _mm512_broadcast_i32x4(order));
@@ -120,10 +122,7 @@ OCTAVO_INLINE I low_bytes_then_next(I v) {
   return (I)_mm256_shuffle_epi8((__m256i)v, _mm256_broadcastsi128_si256(order));
 #else
   I out = {};
-  for (int i = 0; i < 4; ++i) {
-    out[0] |= (v[i] & 0xff) << (8 * i);
-    out[1] |= ((v[i] >> 8) & 0xff) << (8 * i);
-  }
+  for (int i = 0; i < 4; ++i) out[0] |= (v[i] & 0xff) << (8 * i);
   return out;
 #endif
 }

@@ -1,5 +1,6 @@
 // Random steps for the attention kernel, and what they should give by brute force in double. Knows not the inside of a
-// block, nor partitions: caches are filled by the kernel's own writes, every other slot holds NaN.
+// block, nor partitions, but how weights are rounded: caches are filled by the kernel's own writes, every other slot
+// holds NaN.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -95,10 +96,12 @@ class Case {
     return out;
   }
 
-  // The right outputs of a token, and the largest value it could see (what errors are relative to).
-  std::vector<double> expect(int sequence, int token, double* largest) const {
+  // The right outputs of a token, and the largest value it could see (what errors are relative to). Where weights are
+  // rounded to bytes, each near the middle between two may become either: `either` is what that may change.
+  std::vector<double> expect(int sequence, int token, double* largest, std::vector<double>* either) const {
     const int heads = shape_.num_kv_heads * shape_.group, dim = shape_.head_dim;
     std::vector<double> out(static_cast<std::size_t>(heads * dim));
+    either->assign(out.size(), 0.0);
     const int begin = shape_.window > 0 ? std::max<int>(0, token + 1 - static_cast<int>(shape_.window)) : 0;
     *largest = 0;
     for (int h = 0; h < heads; ++h) {
@@ -116,14 +119,20 @@ class Case {
       const double top = *std::max_element(scores.begin(), scores.end());
       double total = 0;
       for (double& score : scores) total += score = std::exp(score - top);
+      std::vector<std::vector<double>> values;
       for (int t = begin; t <= token; ++t) {
         const float* const value = &v_[at(sequence)][at(t * key_width() + h / shape_.group * dim)];
-        const std::vector<double> v = round_to(shape_.type, std::vector<float>(value, value + dim));
-        for (int i = 0; i < dim; ++i) {
-          out[at(h * dim + i)] += scores[at(t - begin)] / total * v[at(i)];
-          *largest = std::max(*largest, std::abs(v[at(i)]));
-        }
+        values.push_back(round_to(shape_.type, std::vector<float>(value, value + dim)));
       }
+      std::vector<double> steps(scores.size(), 0.0);  // by which a weight may be off
+      if (shape_.type == KvType::int8) round_weights(begin, values, scores, steps);
+      for (std::size_t t = 0; t < values.size(); ++t)
+        for (int i = 0; i < dim; ++i) {
+          const double v = values[t][at(i)];
+          out[at(h * dim + i)] += scores[t] / total * v;
+          (*either)[at(h * dim + i)] += steps[t] / total * std::abs(v);
+          *largest = std::max(*largest, std::abs(v));
+        }
     }
     return out;
   }
@@ -132,6 +141,29 @@ class Case {
   int query_width() const { return shape_.num_kv_heads * shape_.group * shape_.head_dim; }
 
  private:
+  // Weights times their values' scales become multiples of a 255th of the largest among 64 tokens of the context.
+  static void round_weights(int begin, const std::vector<std::vector<double>>& values, std::vector<double>& weights,
+                            std::vector<double>& steps) {
+    std::vector<double> scales;
+    for (const auto& value : values) {
+      double scale = 0;
+      for (const double x : value) scale = std::max(scale, std::abs(x) / 127);
+      scales.push_back(scale);
+    }
+    for (std::size_t first = 0, last; first < weights.size(); first = last) {
+      const std::size_t offset = at(begin) + first;
+      last = std::min(weights.size(), first + 64 - offset % 64);
+      double largest = 0;
+      for (std::size_t t = first; t < last; ++t) largest = std::max(largest, weights[t] * scales[t]);
+      for (std::size_t t = first; t < last; ++t) {
+        const double x = weights[t] * scales[t] / largest * 255, middle = std::floor(x) + 0.5;
+        const double step = largest / 255 / scales[t];
+        weights[t] = std::nearbyint(x) * step;
+        if (std::abs(x - middle) < 5e-4 * x + 1e-5) steps[t] = step;
+      }
+    }
+  }
+
   static std::size_t at(int i) { return static_cast<std::size_t>(i); }
   int key_width() const { return shape_.num_kv_heads * shape_.head_dim; }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)); }

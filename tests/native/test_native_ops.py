@@ -132,8 +132,8 @@ def byte_tolerance(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.nd
     whose deviation is step / sqrt(12). A score, q * k, is off by q * (k's errors) + k * (q's), a sum of independent
     ones: its deviation follows from the rows' norms, and beyond six of it (sub-Gaussian: 2 exp(-18) each) is none here;
     a softcap shrinks it. Scores off by at most e move tanh(e / 2) of the weight from some tokens to others, at worst
-    from the lowest value to the highest. Values are off by half a step themselves; their weights, by half of a 65535th
-    of the largest, each.
+    from the lowest value to the highest. Values are off by half a step themselves; their weights, each by half of a
+    255th of the largest among 64 tokens, and these largest together are at most the sum of all.
     """
 
     def step(x: np.ndarray) -> np.ndarray:
@@ -147,7 +147,9 @@ def byte_tolerance(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.nd
     deviation = q.shape[2] ** -0.5 * np.hypot(from_keys, from_queries) / 12**0.5
     spread = of_group((values.max(0) - values.min(0)).max(-1))
     largest = of_group(np.abs(values).max((0, 2)))
-    return np.asarray(np.tanh(6 * deviation / 2) * spread + largest * (0.5 / 127 + len(values) * 0.5 / 65535) + 2e-5)
+    return np.asarray(
+        np.tanh(6 * deviation / 2) * spread + largest * (0.5 / 127 + min(len(values), 64) * 0.5 / 255) + 3e-4
+    )
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "int8"])

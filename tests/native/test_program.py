@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,8 +60,35 @@ def test_a_model_answers_as_the_reference_with_the_same_bits_however_it_is_cut_u
         first = got
 
 
+def byte_attention(q: np.ndarray, cache: np.ndarray, layer: int, step: Any, spec: Any) -> np.ndarray:
+    """Attention of [T, H, D] one query and head at a time, with weights that are rounded: times their values' scales,
+    they become multiples of a 255th of the largest among 64 tokens of the context."""
+    out = np.empty_like(q)
+    for s, (start, end) in enumerate(pairwise(step.query_starts)):
+        tokens = np.arange(step.context_lens[s])
+        blocks, offsets = step.block_tables[s][tokens // cache.shape[4]], tokens % cache.shape[4]
+        keys, values = (cache[blocks, layer, which, :, offsets] for which in (0, 1))  # [context, G, D]
+        for row, (h, group) in product(
+            range(start, end), enumerate(np.arange(q.shape[1]) * keys.shape[1] // q.shape[1])
+        ):
+            seen = step.context_lens[s] - (end - row) + 1
+            first = 0 if spec.window is None else max(0, seen - spec.window)
+            scores = keys[first:seen, group] @ q[row, h] * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * np.tanh(scores / spec.softcap)
+            power = (scores - scores.max()) / np.log(2)
+            part = power - np.floor(power)  # 2 ** part as the kernels have it, to 1e-4: it decides what is rounded how
+            weights = np.exp2(power - part) * np.polyval([0.07826797, 0.22630768, 0.6954243, 1], part)
+            value = values[first:seen, group]
+            scales = np.abs(value).max(-1) / 127
+            scaled, stretch = weights * scales, tokens[first:seen] // 64
+            step_sizes = np.array([scaled[stretch == n].max() / 255 for n in stretch])
+            out[row, h] = (np.rint(scaled / step_sizes) * step_sizes / scales) @ value / weights.sum()
+    return out
+
+
 def rounding(kv_type: str) -> Any:
-    """The reference with keys and values rounded as blocks of this type hold them; queries as well, with int8."""
+    """The reference with keys and values rounded as blocks of a type hold them; with int8, queries and weights too."""
 
     def rounded(x: np.ndarray) -> np.ndarray:
         if kv_type == "f16":
@@ -79,9 +107,9 @@ def rounding(kv_type: str) -> Any:
             queries, keys = (reference.rotate(x, *plan.rotation(spec.rope)) for x in (queries, keys))
         if kv_type == "int8":
             queries, keys = (mixed(rounded(mixed(x))) for x in (queries, keys))
-        else:
-            keys = rounded(keys)
-        reference.write_kv(keys, rounded(values), cache, layer, plan.step.slots)
+            reference.write_kv(keys, rounded(values), cache, layer, plan.step.slots)
+            return byte_attention(queries, cache, layer, plan.step, spec).reshape(len(q), -1)
+        reference.write_kv(rounded(keys), rounded(values), cache, layer, plan.step.slots)
         return reference.paged_attention(queries, cache, layer, plan, spec).reshape(len(q), -1)
 
     return SimpleNamespace(**{**vars(reference), "attention": attention})
