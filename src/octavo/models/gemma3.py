@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.models.layers import Attention, Decoder, GatedMLP, RMSNorm
+from octavo.models.layers import Attention, Decoder, GatedMLP, RMSNorm, rows
 from octavo.models.rope import local_rope_table, rope_table
 from octavo.models.settings import Settings, read_sizes
 from octavo.models.weights import Weights
-from octavo.ops.interface import Array, AttentionSpec, Ops
+from octavo.ops.interface import Array, AttentionSpec, Int32, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class SandwichLayer:
     mlp: GatedMLP
     after_mlp: RMSNorm
 
-    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, /) -> Array:
-        attended = self.attention(ops, self.attention_norm(ops, x), cache, plan)
-        x = ops.add(x, self.after_attention(ops, attended))
+    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, wanted: Int32 | None, /) -> Array:
+        attended = self.attention(ops, self.attention_norm(ops, x), cache, plan, wanted)
+        x = ops.add(rows(ops, x, wanted), self.after_attention(ops, attended))
         return ops.add(x, self.after_mlp(ops, self.mlp(ops, self.mlp_norm(ops, x))))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.models.settings import Sizes
-from octavo.ops.interface import Activation, Array, AttentionSpec, Ops, StepInput
+from octavo.ops.interface import Activation, Array, AttentionSpec, Int32, Ops, StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,11 @@ class LayerNorm:
 Norm = RMSNorm | LayerNorm
 
 
+def rows(ops: Ops, x: Array, wanted: Int32 | None) -> Array:
+    """Rows `wanted` of x, or all."""
+    return x if wanted is None else ops.take_rows(x, wanted)
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Grouped-query self-attention of one layer over the paged cache."""
@@ -58,7 +63,7 @@ class Attention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
-    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array) -> Array:
+    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, wanted: Int32 | None) -> Array:
         spec = self.spec
         keys = spec.num_kv_heads * spec.head_dim
         q, k, v = ops.split(self.qkv(ops, x), (spec.num_heads * spec.head_dim, keys, keys))
@@ -66,7 +71,7 @@ class Attention:
             q = self.q_norm(ops, q)
         if self.k_norm is not None:
             k = self.k_norm(ops, k)
-        return self.out(ops, ops.attention(q, k, v, cache, self.layer, plan, spec))
+        return self.out(ops, rows(ops, ops.attention(q, k, v, cache, self.layer, plan, spec), wanted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +99,12 @@ class MLP:
 
 
 class Layer(Protocol):
-    """One layer of a decoder: hidden states [T, E] to hidden states."""
+    """One layer of a decoder: hidden states [T, E] to hidden states, of the rows `wanted` or of all.
 
-    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, /) -> Array: ...
+    The last layer is told which rows the head will see. All that others still need there is keys and values.
+    """
+
+    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, wanted: Int32 | None, /) -> Array: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +116,9 @@ class PreNormLayer:
     mlp_norm: Norm
     mlp: GatedMLP | MLP
 
-    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, /) -> Array:
-        x = ops.add(x, self.attention(ops, self.attention_norm(ops, x), cache, plan))
+    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, wanted: Int32 | None, /) -> Array:
+        attended = self.attention(ops, self.attention_norm(ops, x), cache, plan, wanted)
+        x = ops.add(rows(ops, x, wanted), attended)
         return ops.add(x, self.mlp(ops, self.mlp_norm(ops, x)))
 
 
@@ -150,9 +159,10 @@ class Decoder:
         """Hidden states, normed, of `step.logit_rows`: [R, E]. Keys and values of all the step's tokens are cached."""
         plan = self.ops.plan(step)
         x = self.embed(step)
-        for layer in self.layers:
-            x = layer(self.ops, x, cache, plan)
-        x = self.ops.take_rows(x, step.logit_rows)
+        *others, last = self.layers
+        for layer in others:
+            x = layer(self.ops, x, cache, plan, None)
+        x = last(self.ops, x, cache, plan, step.logit_rows)
         if self.norm is not None:
             x = self.norm(self.ops, x)
         return x if self.project_out is None else self.project_out(self.ops, x)

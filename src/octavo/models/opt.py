@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.models.layers import MLP, Attention, Decoder, LayerNorm, PreNormLayer
+from octavo.models.layers import MLP, Attention, Decoder, LayerNorm, PreNormLayer, rows
 from octavo.models.settings import Settings, read_sizes
 from octavo.models.weights import Weights
-from octavo.ops.interface import Array, AttentionSpec, Ops, StepInput
+from octavo.ops.interface import Array, AttentionSpec, Int32, Ops, StepInput
 
 _EPS = 1e-5
 _FIRST = 2  # the place of the first token: 0 and 1 were padding's
@@ -25,8 +25,9 @@ class PostNormLayer:
     mlp: MLP
     after_mlp: LayerNorm
 
-    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, /) -> Array:
-        x = self.after_attention(ops, ops.add(x, self.attention(ops, x, cache, plan)))
+    def __call__(self, ops: Ops, x: Array, cache: Array, plan: Array, wanted: Int32 | None, /) -> Array:
+        attended = self.attention(ops, x, cache, plan, wanted)
+        x = self.after_attention(ops, ops.add(rows(ops, x, wanted), attended))
         return self.after_mlp(ops, ops.add(x, self.mlp(ops, x)))
 
 
