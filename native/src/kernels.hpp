@@ -40,12 +40,11 @@ struct LinearArgs {
   const float* bias;  // [N] or null
   Forms x;            // the form that Weight::input() names is there
   std::int64_t rows;
-  const float* residual;  // [T, N] added to the product, or null; may be `out`
+  const float* residual;  // [T, N] added to the product, or null, as where it is gated; may be `out.f32`
   std::int64_t residual_stride;
   bool gated;  // out = activation(first half of the columns) * second half: [T, N / 2]; only if Weight::gateable()
   Activation activation;  // of the gate; without `gated` nothing is activated
-  float* out;
-  std::int64_t out_stride;
+  Forms out;              // float32; where it is gated and has whole groups of columns, any form
 };
 
 struct EmbedArgs {

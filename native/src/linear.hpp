@@ -7,6 +7,7 @@
 #include "activation.hpp"
 #include "amx.hpp"
 #include "kernels.hpp"
+#include "rows.hpp"
 #include "simd.hpp"
 #include "weight.hpp"
 
@@ -18,6 +19,8 @@ constexpr int kVectors = kPanel / W;  // that make up a panel's 16 columns of th
 constexpr int kQuantisedRows = W == 16 ? 7 : W == 8 ? 2 : 1;
 constexpr int kFloatRows = W == 16 ? 12 : W == 8 ? 3 : 1;
 
+constexpr std::int64_t kPanelsOfGroup = kGroup / kPanel;
+
 constexpr std::int64_t kRowBlock = 512;               // rows whose activations stay in a core's second-level cache
 constexpr std::int64_t kManyRows = kTiles ? 16 : 10;  // from so many on, all are multiplied with a run of groups in turn
 constexpr std::int64_t kRunGroups = 20;               // a run unpacked takes 28 KiB, of a first-level cache
@@ -28,6 +31,7 @@ struct Pair {
   const Segment* segment;
   std::int64_t panels[2];
   std::int64_t next[2];  // panels that this thread will probably read after these
+  float* pieces;  // [kRowBlock][kGroup] of gated rows, where results wait until a group of columns is whole; or null
 
   std::int64_t groups() const { return args->weight->columns / kGroup; }
 };
@@ -344,7 +348,7 @@ OCTAVO_INLINE F finished(const LinearArgs& args, float factor, F sum, std::int64
 
 OCTAVO_INLINE void put(const LinearArgs& args, std::int64_t row, std::int64_t n, F y, std::int64_t some) {
   if (args.residual != nullptr) y += load_some(args.residual + row * args.residual_stride + n, some);
-  store_some(args.out + row * args.out_stride + n, y, some);
+  store_some(args.out.f32 + row * args.out.stride + n, y, some);
 }
 
 // Rows [begin, end), whose sums are [end - begin][2 * kPanel].
@@ -360,13 +364,21 @@ inline void finish(const Pair& pair, std::int64_t begin, std::int64_t end, const
     for (std::int64_t row = begin; row < end; ++row, sum += 2 * kPanel) {
       const F a = finished(args, segment.factor, load(sum), segment.first_row + n, some_n);
       const F b = finished(args, segment.factor, load(sum + kPanel), segment.first_row + m, some_m);
-      if (args.gated) {
+      if (pair.pieces != nullptr) {
+        store(pair.pieces + row % kRowBlock * kGroup + n % kGroup, activate(args.activation, a) * b);
+      } else if (args.gated) {
         put(args, row, n, activate(args.activation, a) * b, some_n);
       } else {
         put(args, row, segment.first_row + n, a, some_n);
         put(args, row, segment.first_row + m, b, some_m);
       }
     }
+  }
+  if (pair.pieces == nullptr || pair.panels[0] % kPanelsOfGroup < kPanelsOfGroup - 1) return;
+  const std::int64_t column = pair.panels[0] / kPanelsOfGroup * kGroup;
+  for (std::int64_t row = begin; row < end; ++row) {
+    const Piece piece = load_piece(pair.pieces + row % kRowBlock * kGroup, kGroup);
+    put_piece(args.out, segment.rows / 2, row, column, kGroup, piece);
   }
 }
 
@@ -542,13 +554,17 @@ inline void linear(const LinearArgs& args, Team& team, int) {
   const std::int64_t items = pairs * ((args.rows + kRowBlock - 1) / kRowBlock);
   const std::int64_t work = static_cast<std::int64_t>(2 * segment->panel_bytes) * args.rows;
   const std::int64_t fair = most<std::int64_t>(1, items / (4 * team.size()));
-  const std::int64_t step = most<std::int64_t>(1, least(fair, (64 << 10) / most<std::int64_t>(work, 1)));
+  std::int64_t step = most<std::int64_t>(1, least(fair, (64 << 10) / most<std::int64_t>(work, 1)));
+  // A group of gated columns is one thread's, who begins with its first: pairs come in whole groups.
+  alignas(64) float pieces[kRowBlock * kGroup];
+  const bool in_pieces = args.gated && (args.out.q8 != nullptr || args.out.bf16 != nullptr);
+  if (in_pieces) step = (step + kPanelsOfGroup - 1) / kPanelsOfGroup * kPanelsOfGroup;
   for (std::int64_t item = team.claim(step); item < items; item = team.claim(step)) {
     for (std::int64_t i = item; i < least(item + step, items); ++i) {
       const std::int64_t begin = i / pairs * kRowBlock, end = least(args.rows, begin + kRowBlock);
       // Threads claim in turn, more or less.
       const std::int64_t guess = i + 1 < item + step ? i + 1 : item + team.size() * step;
-      Pair pair{&args, nullptr, {}, {}};
+      Pair pair{&args, nullptr, {}, {}, in_pieces ? pieces : nullptr};
       place(args, least(guess, items - 1) % pairs, pair.segment, pair.next);
       const Segment* const after = pair.segment;
       place(args, i % pairs, pair.segment, pair.panels);

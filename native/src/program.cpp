@@ -37,6 +37,9 @@ void require_below(const std::int32_t* ids, std::int64_t count, std::int64_t lim
   refuse(std::string(name) + " has " + text(*bad) + ", which is not from 0 to " + text(limit - 1) + ".");
 }
 
+// What is gated comes in pieces of 32 columns where it has whole ones.
+bool makes_any_form(const Linear& op) { return op.gate && op.weight->rows / 2 % kGroup == 0; }
+
 template <class... Ts>
 struct Overloaded : Ts... {
   using Ts::operator()...;
@@ -162,7 +165,7 @@ void Program::check_fit(const Instruction& instruction) const {
             const Weight& weight = *op.weight;
             const std::int64_t columns = op.gate ? weight.rows / 2 : weight.rows;
             const Value &x = value(op.x), &out = made(op.out, columns);
-            floats(op.out, columns);
+            if (!makes_any_form(op)) floats(op.out, columns);
             require(x.columns == weight.columns,
                     "a product has " + text(x.columns) + " columns, but its weight has " + text(weight.columns));
             for (const Input input : weight.inputs) {
@@ -175,6 +178,7 @@ void Program::check_fit(const Instruction& instruction) const {
                 "a bias has " + text(size_of(op.bias)) + " elements, but its weight " + text(weight.rows) + " rows");
             require(x.rows == out.rows, "a product keeps the rows of its input");
             require(op.residual < 0 || floats(op.residual, out.columns).rows == out.rows, "a sum is of equal rows");
+            require(op.residual < 0 || !op.gate, "what is gated has nothing added to it");
           },
           [&](const Embed& op) {
             made(op.out, op.weight->columns);
@@ -404,8 +408,7 @@ void Program::execute(const Run& run, Team& team, int thread) noexcept {
             .residual_stride = stride(op.residual),
             .gated = op.gate.has_value(),
             .activation = op.gate.value_or(Activation::silu),
-            .out = f32(op.out),
-            .out_stride = stride(op.out),
+            .out = makes_any_form(op) ? run.forms(v(op.out)) : run.floats(v(op.out)),
         };
         if (args.rows > 0) kernels_.linear(args, team, thread);
       },

@@ -5,6 +5,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -83,6 +84,13 @@ struct Rows {
     if (input == Input::bf16) return isa::bf16_to_float(bf16[static_cast<std::size_t>(row * padded + k)]);
     return f32[static_cast<std::size_t>(row * stride + k)];
   }
+  bool same(const Rows& other) const {
+    bool equal = std::memcmp(q8.data(), other.q8.data(), q8.size() * sizeof(Q8)) == 0 && bf16 == other.bf16;
+    for (std::size_t i = 0; i < f32.size(); ++i) {
+      if (static_cast<std::int64_t>(i) % stride < columns) equal = equal && f32[i] == other.f32[i];
+    }
+    return equal;
+  }
   std::int64_t columns, stride, padded;
   std::vector<float> f32;
   std::vector<Q8> q8;
@@ -117,9 +125,19 @@ void test_product(const Type& type, std::int64_t n, std::int64_t k, std::int64_t
   const std::int64_t width = gated ? n / 2 : n, out_stride = width + 5;
   std::vector<float> out(static_cast<std::size_t>(rows * out_stride), 7.0f);
   const std::vector<float> before = out;
-  run({weight.get(), bias.data(), x.forms(0), rows, out.data(), out_stride, gated, Activation::silu, out.data(),
-       out_stride},
+  const Forms to = {.f32 = out.data(), .stride = out_stride};
+  const float added = gated ? 0.0f : 7.0f;
+  run({weight.get(), bias.data(), x.forms(0), rows, gated ? nullptr : out.data(), out_stride, gated, Activation::silu, to},
       3);
+  if (gated && width % kGroup == 0) {
+    Rows made(rows, width), right(rows, width);
+    run({weight.get(), bias.data(), x.forms(0), rows, nullptr, 0, true, Activation::silu, made.forms(0)}, 3);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      std::copy_n(&out[static_cast<std::size_t>(row * out_stride)], width, right.forms(row).f32);
+    }
+    isa::kKernels.convert(right.forms(0), width, 0, rows);
+    check(made.same(right), what + ": other forms than of its float32");
+  }
   const Format format = weight->segments[0].format;
   const Input input = format == Format::bf16 ? (isa::kTiles ? Input::bf16 : Input::f32) : weight->inputs[0];
   double worst = 0;
@@ -141,7 +159,7 @@ void test_product(const Type& type, std::int64_t n, std::int64_t k, std::int64_t
         expected = gate * up;
         size = size * (1 + std::fabs(up)) + std::fabs(gate) * size_up;
       }
-      worst = std::max(worst, std::fabs(out[static_cast<std::size_t>(row * out_stride + col)] - 7 - expected) / size);
+      worst = std::max(worst, std::fabs(out[static_cast<std::size_t>(row * out_stride + col)] - added - expected) / size);
     }
     for (std::int64_t col = width; col < out_stride; ++col) {
       check(out[static_cast<std::size_t>(row * out_stride + col)] == 7.0f, what + ": wrote beyond its columns");
@@ -150,8 +168,8 @@ void test_product(const Type& type, std::int64_t n, std::int64_t k, std::int64_t
   check(worst < 3e-6, what + ": off by " + std::to_string(worst * 1e6) + "e-6");
   for (std::int64_t row = 0; row < rows; row += rows > 40 ? 13 : 1) {
     std::vector<float> alone(before.begin(), before.begin() + out_stride);
-    run({weight.get(), bias.data(), x.forms(row), 1, alone.data(), out_stride, gated, Activation::silu, alone.data(),
-         out_stride},
+    run({weight.get(), bias.data(), x.forms(row), 1, gated ? nullptr : alone.data(), out_stride, gated,
+         Activation::silu, {.f32 = alone.data(), .stride = out_stride}},
         1);
     const bool same = std::memcmp(alone.data(), &out[static_cast<std::size_t>(row * out_stride)],
                                   static_cast<std::size_t>(width) * 4) == 0;
@@ -199,7 +217,9 @@ void test_extremes() {
     for (std::int64_t i = 0; i < rows * x.stride; ++i) x.f32[static_cast<std::size_t>(i)] = i / x.stride % 2 ? 127 : -127;
     isa::kKernels.convert(x.forms(0), k, 0, rows);
     std::vector<float> out(static_cast<std::size_t>(rows * n));
-    run({weight.get(), nullptr, x.forms(0), rows, nullptr, 0, false, Activation::silu, out.data(), n}, 1);
+    run({weight.get(), nullptr, x.forms(0), rows, nullptr, 0, false, Activation::silu,
+         {.f32 = out.data(), .stride = n}},
+        1);
     for (std::int64_t i = 0; i < rows * n; ++i) {
       const auto expected = static_cast<float>(k * byte * (i / n % 2 ? 127 : -127));
       check(out[static_cast<std::size_t>(i)] == expected, "products of extremes");
@@ -227,7 +247,9 @@ void test_not_a_number() {
       rows.f32[static_cast<std::size_t>(20 * rows.stride + 40)] = bad;
       isa::kKernels.convert(rows.forms(0), 64, 0, 33);
       std::vector<float> out(33 * 32);
-      run({weight.get(), nullptr, rows.forms(0), 33, nullptr, 0, false, Activation::silu, out.data(), 32}, 1);
+      run({weight.get(), nullptr, rows.forms(0), 33, nullptr, 0, false, Activation::silu,
+           {.f32 = out.data(), .stride = 32}},
+          1);
       for (std::size_t i = 0; i < out.size(); ++i) {
         check(std::isfinite(out[i]) == (i / 32 != 20), std::string(name) + " times a value that is no number");
       }
@@ -282,6 +304,7 @@ int main() {
     test_product(type, 96, 256, 127, false);
     test_product(type, 35, 256, 531, false);
     test_product(type, 96, 256, 15, true);
+    for (const std::int64_t rows : {1, 9, 33, 531}) test_product(type, 192, 256, rows, true);
   }
   for (const char* name : {"F32", "F16", "BF16"}) {
     for (const Type& type : kTypes) {

@@ -53,9 +53,11 @@ def row_bytes(columns: int, form: Form) -> int:
 
 
 def _makes_any_form(instruction: Instruction) -> bool:
-    """Norms of heads do not: a group of int8 would lie across two heads."""
+    """Norms of heads do not: a group of int8 would lie across two heads. Gated products do, in whole groups."""
     if instruction.op == "norm" and len(instruction.settings["weight"]) != instruction.out.columns:
         return False
+    if instruction.op == "linear":
+        return instruction.settings["gate"] is not None and instruction.out.columns % 32 == 0
     return instruction.op in _ANY_FORM
 
 
