@@ -62,7 +62,8 @@ def engines_for(model: str, places: Places, octavo_settings: Sequence[str]) -> l
     """Octavo first, then every peer that can read the model; installed or not."""
     files, peers = MODELS[model], places.peers
     runner = {name: str(places.runners / f"run_{name}.py") for name in ("llamacpp", "llamabench", "openvino", "vllm")}
-    octavo = [sys.executable, str(HERE / "run.py"), str(peers / files.octavo), *octavo_settings, "--"]
+    run = [sys.executable, str(HERE / "run.py"), str(peers / files.octavo)]
+    octavo = [*run, "--prefault", *octavo_settings, "--"]  # as llama.cpp does of itself
     engines = [Engine("octavo", octavo)]
     if files.gguf:
         gguf, tools = str(peers / files.gguf), peers / "lcpp" / "bin"

@@ -64,6 +64,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--kv-dtype", help="element type of keys and values")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--prefault", action=argparse.BooleanOptionalAction, help="take all KV memory while loading")
     parser.add_argument("--kv-memory", help="such as 4GiB; default: what the largest workload needs")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--max-batched-tokens", type=int, help="default: 2048, as for the other engines")

@@ -112,7 +112,7 @@ def test_chat_takes_no_text_and_no_message_without_content(llm: LLM) -> None:
 
 
 def test_memory_that_cannot_be_had_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def new_cache(*_: object) -> object:
+    def new_cache(*_: object, prefault: bool) -> object:
         raise MemoryError
 
     monkeypatch.setattr(ToyOps, "new_cache", new_cache)

@@ -94,8 +94,7 @@ OCTAVO_INLINE float f16_to_float(std::uint16_t h) {
   return load_f16(lanes_of)[0];
 }
 
-inline float element(const Segment& segment, const std::uint8_t* panel, std::int64_t lane, std::int64_t k,
-                     std::int64_t groups) {
+inline float element(const Segment& segment, const std::uint8_t* panel, std::int64_t lane, std::int64_t k) {
   if (segment.format == Format::f32) {
     float x;
     std::memcpy(&x, panel + 64 * k + 4 * lane, 4);
@@ -106,36 +105,49 @@ inline float element(const Segment& segment, const std::uint8_t* panel, std::int
     std::memcpy(&half, panel + 32 * k + 2 * lane, 2);
     return f16_to_float(half);
   }
-  if (segment.format == Format::bf16) {
-    std::memcpy(&half, panel + k / 2 * 64 + 4 * lane + 2 * (k % 2), 2);
-    return bf16_to_float(half);
+  std::memcpy(&half, panel + k / 2 * 64 + 4 * lane + 2 * (k % 2), 2);
+  return bf16_to_float(half);
+}
+
+// A group of a quantised row, as the numbers that its scale is multiplied with.
+inline void unpack(const Segment& segment, const std::uint8_t* panel, std::int64_t lane, std::int64_t g,
+                   std::uint8_t (&q)[kGroup]) {
+  const bool nibbles = segment.format == Format::q4;
+  const std::uint8_t* const lines = panel + g * (nibbles ? 256 : 512) + 4 * lane;
+  for (int line = 0; line < (nibbles ? 4 : 8); ++line) std::memcpy(q + 4 * line, lines + 64 * line, 4);
+  if (!nibbles) return;
+  for (int k = 0; k < kGroup / 2; ++k) {
+    q[k + kGroup / 2] = q[k] >> 4;
+    q[k] &= 15;
   }
-  const std::int64_t g = k / kGroup, line = k % kGroup / 4, byte = 4 * lane + k % 4;
-  const std::int64_t group_bytes = segment.format == Format::q4 ? 256 : 512;
-  int q;
-  if (segment.format == Format::q4) {
-    q = (panel[g * 256 + line % 4 * 64 + byte] >> (line / 4 * 4)) & 15;
-  } else {
-    q = panel[g * 512 + line * 64 + byte];
-  }
-  const std::uint8_t* scales = panel + groups * group_bytes;
-  std::memcpy(&half, scales + g * 32 + 2 * lane, 2);
-  const float scaled = f16_to_float(half) * static_cast<float>(q - segment.zero_point);
-  if (!segment.has_min) return segment.factor * scaled;
-  std::memcpy(&half, scales + (groups + g) * 32 + 2 * lane, 2);
-  return segment.factor * (scaled + f16_to_float(half));
 }
 
 inline void embed(const EmbedArgs& args, std::int64_t begin, std::int64_t end) {
   const std::int64_t groups = args.columns / kGroup;
   for (std::int64_t row = begin; row < end; ++row) {
     std::int64_t id = args.ids[row];
-    const Segment* segment = args.weight->first_segment();
-    while (id >= segment->rows) id -= segment++->rows;
-    const std::uint8_t* panel = segment->panel(id / kPanel);
-    float* to = args.out.f32 + row * args.out.stride;
-    for (std::int64_t k = 0; k < args.columns; ++k) {
-      to[k] = args.factor * element(*segment, panel, id % kPanel, k, groups);
+    const Segment* at = args.weight->first_segment();
+    while (id >= at->rows) id -= at++->rows;
+    const Segment segment = *at;
+    const std::uint8_t* const panel = segment.panel(id / kPanel);
+    const std::int64_t lane = id % kPanel;
+    float* const to = args.out.f32 + row * args.out.stride;
+    if (segment.format != Format::q4 && segment.format != Format::q8) {
+      for (std::int64_t k = 0; k < args.columns; ++k) to[k] = args.factor * element(segment, panel, lane, k);
+      continue;
+    }
+    const std::uint8_t* const scales = panel + groups * (segment.format == Format::q4 ? 256 : 512) + 2 * lane;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      std::uint16_t scale, minimum;
+      std::memcpy(&scale, scales + g * 32, 2);
+      std::memcpy(&minimum, scales + (segment.has_min ? groups + g : g) * 32, 2);
+      const float step = f16_to_float(scale), lowest = segment.has_min ? f16_to_float(minimum) : 0.0f;
+      std::uint8_t q[kGroup];
+      unpack(segment, panel, lane, g, q);
+      for (int k = 0; k < kGroup; ++k) {
+        const float x = step * static_cast<float>(q[k] - segment.zero_point) + lowest;
+        to[g * kGroup + k] = args.factor * (segment.factor * x);
+      }
     }
   }
 }

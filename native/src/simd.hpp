@@ -255,9 +255,14 @@ OCTAVO_INLINE std::int32_t reduce_max(I v) {
 
 // e^x to about 1e-7 relative: 2^n * p(r), |r| <= ln(2)/2 (Cephes' expf). 0 below -87.3; +inf is not made: x is bounded at 88.3.
 OCTAVO_INLINE F exp(F x) {
+#if defined(__AVX512F__)
+  const F bounded = min(set1(88.3f), x);
+  const F whole = (F)_mm512_roundscale_ps((__m512)(bounded * set1(1.44269504088896341f)), 0);
+#else
   const F bounded = max(set1(-87.3f), min(set1(88.3f), x));
   const I n = round_to_int(bounded * set1(1.44269504088896341f));
   const F whole = to_float(n);
+#endif
   F r = fma(whole, set1(-0.693359375f), bounded);
   r = fma(whole, set1(2.12194440e-4f), r);
   F p = set1(1.9875691500e-4f);
@@ -267,8 +272,12 @@ OCTAVO_INLINE F exp(F x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r + set1(1.0f));
+#if defined(__AVX512F__)
+  return x < set1(-87.3f) ? set1(0.0f) : (F)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
   const F y = as_float(as_int(p) + (n << 23));
   return x == x ? (x < set1(-87.3f) ? set1(0.0f) : y) : x;
+#endif
 }
 // 1 / x to float32's last digit or two, for x from 1 to 2^126: what divisions of whole vectors cost ten times as much.
 OCTAVO_INLINE F inverse(F x) {

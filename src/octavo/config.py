@@ -54,6 +54,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in a KV block: 1, 4, 8, 16, 32 or 64
     num_blocks: int | None = None  # KV blocks; None: as many as kv_memory holds
     kv_memory: int | str = "1GiB"  # memory for KV blocks, when num_blocks is None
+    prefault: bool = False  # have the system give all KV memory at the start, not page by page as it is written
     swap_memory: int | str = "256MiB"  # host memory for blocks of preempted requests; 0: always recompute
     max_model_len: int | None = None  # longest sequence, prompt and answer; None: what the model was trained for
     max_num_seqs: int | None = None  # sequences that run at once; None: 256, or the token budget if that is smaller

@@ -38,7 +38,7 @@ class ToyOps:
 
     kv_type = "f32"
 
-    def new_cache(self, num_blocks: int, layout: Any) -> np.ndarray:
+    def new_cache(self, num_blocks: int, layout: Any, *, prefault: bool) -> np.ndarray:
         return np.full((num_blocks, layout.block_size), POISON, np.int64)
 
     def block_bytes(self, layout: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -243,6 +245,22 @@ def test_scores_far_beyond_any_choose_the_highest(kv_type: Any, size: float) -> 
     np.testing.assert_allclose(found[0], v[0], rtol=0, atol=0.02)  # it sees itself alone
     for row in found[:57]:
         assert np.abs(row - v[:, :, :]).max(-1).min() < 0.05  # one token's value
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells what is resident as Linux does")
+@pytest.mark.parametrize("ops", [NativeOps("int8", 1), reference], ids=["native", "reference"])
+def test_memory_is_taken_as_it_is_written_or_at_once(ops: Any) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    layout = CacheLayout(30, 3, 16, 64)
+    blocks, before = (64 << 20) // ops.block_bytes(layout), resident()
+    lazy = ops.new_cache(blocks, layout)
+    assert resident() - before < 16 << 20
+    ready = ops.new_cache(blocks, layout, prefault=True)
+    assert resident() - before > 56 << 20
+    for cache in (lazy, ready):
+        assert not getattr(cache, "blocks", cache).any()
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "int8"])

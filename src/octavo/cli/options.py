@@ -61,6 +61,14 @@ class EngineOptions:
         int | None, _engine("num_blocks", "KV blocks in the pool.", "as many as --kv-memory holds")
     ] = None
     kv_memory: Annotated[str | None, _engine("kv_memory", "Memory for KV blocks, such as 512MiB.")] = None
+    prefault: Annotated[
+        bool | None,
+        _engine(
+            "prefault",
+            "Have the system give all KV memory at the start: no step waits for it, but the process is large at once.",
+            "off",
+        ),
+    ] = None
     swap_memory: Annotated[
         str | None,
         _engine("swap_memory", "Host memory for the blocks of preempted requests; 0: always recompute."),

@@ -60,8 +60,8 @@ class Engine:
         self.block_bytes = ops.block_bytes(layout)
         num_blocks = self.limits.num_blocks(config, self.block_bytes)
         num_host_blocks = 0 if config.preemption == "recompute" else parse_bytes(config.swap_memory) // self.block_bytes
-        self._cache = self._new_cache(num_blocks, layout, "kv_memory or num_blocks")
-        self._host_cache = self._new_cache(num_host_blocks, layout, "swap_memory")
+        self._cache = self._new_cache(num_blocks, layout, "kv_memory or num_blocks", config.prefault)
+        self._host_cache = self._new_cache(num_host_blocks, layout, "swap_memory", False)
         self._num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
         self._cost = PreemptionCost(seconds_per_block=self.block_bytes / 4e9, seconds_per_token=1e-3)
         self._sequence_ids = itertools.count()
@@ -343,9 +343,9 @@ class Engine:
             top = params.prompt_logprobs
             request.prompt_logprobs += sampler.logprobs(self.ops, logits, places, np.array(piece), top)
 
-    def _new_cache(self, num_blocks: int, layout: CacheLayout, setting: str) -> Array:
+    def _new_cache(self, num_blocks: int, layout: CacheLayout, setting: str, prefault: bool) -> Array:
         try:
-            return self.ops.new_cache(num_blocks, layout)
+            return self.ops.new_cache(num_blocks, layout, prefault=prefault)
         except MemoryError:
             size = num_blocks * self.block_bytes / 2**30
             raise ConfigError(

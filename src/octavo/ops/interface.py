@@ -205,8 +205,10 @@ class Ops(Protocol):
         """
         ...
 
-    def new_cache(self, num_blocks: int, layout: CacheLayout, /) -> Array:
-        """Room for `num_blocks` KV blocks; a block is contiguous."""
+    def new_cache(self, num_blocks: int, layout: CacheLayout, /, *, prefault: bool = False) -> Array:
+        """Room for `num_blocks` KV blocks, each contiguous: zeros. The system gives its pages as they are written, or,
+        with `prefault`, now: that takes a step's time wherever it happens, in virtual machines a good part of it.
+        """
         ...
 
     def block_bytes(self, layout: CacheLayout, /) -> int:

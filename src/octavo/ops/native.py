@@ -188,9 +188,12 @@ class NativeOps:
         reads = {"q": q, "k": k, "v": v}
         return self._call("attention", _columns(q), reads, step=plan, cache=cache, layer=layer, spec=spec)
 
-    def new_cache(self, num_blocks: int, layout: CacheLayout, /) -> _native.Cache:
-        """Zeros, so that the system gives pages only as they are written."""
-        return _native.Cache(num_blocks, self.kv_type, *_shape(layout))
+    def new_cache(self, num_blocks: int, layout: CacheLayout, /, *, prefault: bool = False) -> _native.Cache:
+        """Zeros, so that the system gives pages only as they are written; with `prefault` they are, all."""
+        cache = _native.Cache(num_blocks, self.kv_type, *_shape(layout))
+        if prefault:
+            cache.blocks.fill(0)
+        return cache
 
     def block_bytes(self, layout: CacheLayout, /) -> int:
         """Bytes of one block, all layers, keys and values."""

@@ -312,9 +312,14 @@ def _gather(cache: Float32, layer: int, tile: Tile) -> tuple[Float32, Float32]:
     return keys, values
 
 
-def new_cache(num_blocks: int, layout: CacheLayout, /) -> Float32:
-    """[num_blocks, layers, 2, G, block_size, D]: zeros, so that the system gives pages only as they are written."""
-    return np.zeros((num_blocks, *_block_shape(layout)), np.float32)
+def new_cache(num_blocks: int, layout: CacheLayout, /, *, prefault: bool = False) -> Float32:
+    """[num_blocks, layers, 2, G, block_size, D]: zeros, so that the system gives pages only as they are written; with
+    `prefault` they are, all.
+    """
+    cache = np.zeros((num_blocks, *_block_shape(layout)), np.float32)
+    if prefault:
+        cache.fill(0)
+    return cache
 
 
 def block_bytes(layout: CacheLayout, /) -> int:
