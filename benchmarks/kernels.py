@@ -5,8 +5,7 @@
 
 Products and attention run as in a model: on as many weights, or layers of a cache, as SmolLM2-135M has, one after
 another in one recorded program, so that they come from where a step would find them. GB/s count the weights, or the
-keys and values, once; GOP/s count a multiplication and an addition as two, and with int8 keys and values those of
-weights twice, once for each of their two bytes. `of ceiling` is the time that the slower of
+keys and values, once; GOP/s count a multiplication and an addition as two. `of ceiling` is the time that the slower of
 reading and multiplying would take at this machine's own rates (ceilings.py), as a share of the time taken; more than
 100 % says that the machine was busy with others while its rates were measured.
 """
@@ -194,7 +193,7 @@ def attention(bench: Bench) -> Iterator[Result]:
             f"{bench.ops.kv_type} attention, {contexts.what}, {LAYERS} layers",
             lambda program=program, inputs=inputs, step=step, cache=cache: run_step(program, inputs, step, cache),  # type: ignore[misc]
             contexts.distinct_tokens * token_bytes,
-            (6.0 if int8 else 4.0) * contexts.pairs * HEADS * HEAD_DIM * LAYERS,
+            4.0 * contexts.pairs * HEADS * HEAD_DIM * LAYERS,
             "int8" if int8 else "bf16",
         )
 

@@ -20,6 +20,7 @@ namespace attend {
 constexpr int kChunk = W;                     // tokens that are looked at in one vector
 constexpr int kChunks = kPartition / kChunk;  // of a partition
 constexpr int kRows = 6;                      // query rows and
+static_assert(kSegment % kRows == 0);         // groups of so many, stand-ins included, fit where a segment does
 constexpr int kColumns = W == 16 ? 4 : 2;     // vectors beside each other whose products stay in registers
 constexpr int kTile = kColumns * W;           // tokens, or dimensions, of a product
 constexpr int kPitch = kPartition + W;        // floats from one row's scores to the next: not a multiple of a page
@@ -952,7 +953,7 @@ OCTAVO_INLINE void add_group(const Group& group, int c, int stop, std::int64_t w
 template <class T>
 void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t count, const Room<T>& room) {
   const std::int64_t wide = walk.wide;
-  Group groups[kSegment / kRows + 1];
+  Group groups[kSegment / kRows];
   std::int64_t num_groups = 0;
   for (std::int64_t i = 0; i < count; i += kRows)
     groups[num_groups++] = Group(rows + i, least<std::int64_t>(kRows, count - i), walk.partition);
@@ -968,7 +969,7 @@ void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t 
     }
   }
 
-  Goal goals[kSegment + kRows];
+  Goal goals[kSegment];
   for (std::int64_t g = 0; g < num_groups; ++g) {
     if (groups[g].sight.nothing()) continue;
     PerRow<kRows> tops, sums;

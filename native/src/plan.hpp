@@ -14,7 +14,7 @@
 namespace octavo {
 
 constexpr int kPartition = 256;   // tokens of a context whose attention is one sum
-constexpr int kSegment = 128;     // query rows (tokens * heads) that walk through a context together, at most
+constexpr int kSegment = 132;     // query rows (tokens * heads) that walk through a context together, at most
 constexpr int kMaxHeadDim = 512;  // what a layer's head may have
 
 // What one forward pass computes: T tokens of S sequences, as StepInput in octavo/ops/interface.py.

@@ -165,7 +165,7 @@ void Program::check_fit(const Instruction& instruction) const {
             const Weight& weight = *op.weight;
             const std::int64_t columns = op.gate ? weight.rows / 2 : weight.rows;
             const Value &x = value(op.x), &out = made(op.out, columns);
-            if (!makes_any_form(op)) floats(op.out, columns);
+            if (!makes_any_form(op) || (out.q8 < 0 && out.bf16 < 0)) floats(op.out, columns);
             require(x.columns == weight.columns,
                     "a product has " + text(x.columns) + " columns, but its weight has " + text(weight.columns));
             for (const Input input : weight.inputs) {

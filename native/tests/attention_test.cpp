@@ -120,6 +120,11 @@ int main_(int argc, char** argv) {
       lengths.push_back(std::max(shared + 1, pick(random, {1, 2, 15, 16, 17, 127, 255, 256, 257, 530, 777})));
     check(shape, lengths, shared, seed);
   }
+  for (const KvType type : {KvType::bf16, KvType::f16, KvType::f32, KvType::int8}) {
+    // So many samples of one prompt that their rows are more than walk together; and heads that are, on one key's.
+    check({.type = type, .group = 3, .head_dim = 32, .rotated = 32}, std::vector<int>(48, 262), 256, 1);
+    check({.type = type, .group = 150, .head_dim = 16, .rotated = 16}, {40, 70}, 30, 2);
+  }
   std::printf("%d cases, %d failures\n", cases, failures);
   return failures ? 1 : 0;
 }
