@@ -67,9 +67,9 @@ class NativeOps:
     """The operations, on `threads` threads (None: OMP_NUM_THREADS, or the processors this process may use).
 
     Keys and values are cached as `kv_type`; int8 ones with a float32 scale for each token and head, and then queries
-    and attention's weights are rounded to 8 bits too. Weights stay in the type they are stored in; 4- and 8-bit ones multiply activations
-    rounded to 8 bits, bfloat16 ones activations rounded to bfloat16, others float32. `isa` names the instruction set
-    whose kernels run. Raises ValueError if OCTAVO_ISA names one that this machine cannot run.
+    and attention's weights are rounded to 8 bits too. Weights stay in the type they are stored in; 4- and 8-bit ones
+    multiply activations rounded to 8 bits, bfloat16 ones activations rounded to bfloat16, others float32. `isa` names
+    the instruction set whose kernels run. Raises ValueError if OCTAVO_ISA names one that this machine cannot run.
     """
 
     def __init__(self, kv_type: KvType = "bf16", threads: int | None = None) -> None:
