@@ -1042,6 +1042,9 @@ constexpr int kStretch = 64 / kChunk;
 constexpr int kStretches = kChunks / kStretch;
 constexpr std::int64_t kFour = 16;  // bytes from one four tokens' rounded weights to the next
 
+// Where the chunks from c on that are of one stretch end, and are before `last`.
+OCTAVO_INLINE int end_of_stretch(int c, int last) { return least((c / kStretch + 1) * kStretch, last); }
+
 // What the rows' rounded weights of each stretch are multiples of.
 template <int R>
 struct Units {
@@ -1087,7 +1090,7 @@ OCTAVO_INLINE void weigh_stretch(float (&scores)[R][kPitch], const Keys<Int8>& k
 template <class Stretch>
 OCTAVO_INLINE void in_stretches(int first, int last, const Stretch& stretch) {
   for (int c = first, stop; c < last; c = stop) {
-    stop = least((c / kStretch + 1) * kStretch, last);
+    stop = end_of_stretch(c, last);
     with_columns<kStretch>(stop - c, [&]<int C>() { stretch.template operator()<C>(c); });
   }
 }
@@ -1098,7 +1101,7 @@ OCTAVO_INLINE void add_value_bytes(const Walk& walk, const Keys<Int8>& keys, int
                                    std::int64_t d) {
   F sum[R][C] = {};
   for (int c = first, stop; c < last; c = stop) {
-    stop = least((c / kStretch + 1) * kStretch, last);
+    stop = end_of_stretch(c, last);
     I dots[R][C] = {};
     for (int i = c; i < stop; ++i) {
       const std::uint8_t* const values = keys.value[i] + d * Int8::step;
