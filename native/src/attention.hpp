@@ -413,6 +413,22 @@ void gather(const Layout<T>& at, const std::int32_t* table, std::int64_t head, s
   }
 }
 
+// Chunks of a context in their blocks, one after another: whole chunks fill a block, so that only the first is divided for.
+struct ChunkPlace {
+  const std::int32_t* block;
+  std::int64_t offset, size;
+
+  OCTAVO_INLINE ChunkPlace(const std::int32_t* table, std::int64_t token, std::int64_t block_size)
+      : block(table + token / block_size), offset(token % block_size), size(block_size) {}
+
+  OCTAVO_INLINE void next() {
+    offset += kChunk;
+    if (offset < size) return;
+    offset = 0;
+    ++block;
+  }
+};
+
 // The chunks of a partition that hold tokens [begin, end) of a context. `tile` has room for a gathered partition.
 template <class T>
 void find(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std::int64_t partition, std::int64_t begin,
@@ -422,7 +438,8 @@ void find(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std
   keys.end = static_cast<int>((end - origin + kChunk - 1) / kChunk);
   keys.key_stride = (at.in_place ? at.size : kChunk) * T::step;
   keys.value_stride = wide * T::step;
-  for (int c = keys.first; c < keys.end; ++c) {
+  ChunkPlace place(table, origin + keys.first * kChunk, at.size);
+  for (int c = keys.first; c < keys.end; ++c, place.next()) {
     const std::int64_t token = origin + c * kChunk;
     if (!at.in_place) {
       typename T::Stored *key = tile + 2 * c * kChunk * wide, *value = key + kChunk * wide;
@@ -434,12 +451,13 @@ void find(const Layout<T>& at, const std::int32_t* table, std::int64_t head, std
       keys.value_scale[c] = scales + W;
       continue;
     }
-    const std::int64_t block = table[token / at.size], offset = token % at.size;
-    keys.key[c] = at.keys(block, head) + offset * T::step;
-    keys.value[c] = at.values(block, head) + offset * at.dim;
+    typename T::Stored* const key = at.keys(*place.block, head);
+    typename T::Stored* const value = at.values(*place.block, head);
+    keys.key[c] = key + place.offset * T::step;
+    keys.value[c] = value + place.offset * at.dim;
     if constexpr (T::scaled) {
-      keys.key_scale[c] = reinterpret_cast<const float*>(at.scale(at.keys(block, head), offset));
-      keys.value_scale[c] = reinterpret_cast<const float*>(at.scale(at.values(block, head), offset));
+      keys.key_scale[c] = reinterpret_cast<const float*>(at.scale(key, place.offset));
+      keys.value_scale[c] = reinterpret_cast<const float*>(at.scale(value, place.offset));
       __builtin_prefetch(keys.value_scale[c], 0, 2);
     } else if (token + kChunk > end) keys.value[c] = cut<T>(keys.value[c], at.dim, static_cast<int>(end - token), tile);
   }
@@ -457,17 +475,16 @@ template <class T>
 void look_ahead(const Layout<T>& at, const StepView& step, const Place& place, Keys<T>& keys) {
   for (int c = 0; c < kChunks; ++c) keys.next[c] = keys.key[keys.first];
   if (!at.in_place) return;
-  const std::int32_t* table = step.block_tables + place.sequence * step.table_stride;
-  for (int c = 0; c < kChunks; ++c) {
-    const std::int64_t token = place.partition * kPartition + c * kChunk;
-    if (token >= step.context_lens[place.sequence]) return;
-    const std::int64_t block = table[token / at.size], offset = token % at.size;
-    typename T::Stored* const next = at.keys(block, place.head);
-    keys.next[c] = next + offset * T::step;
+  const std::int64_t origin = place.partition * kPartition, end = step.context_lens[place.sequence];
+  if (origin >= end) return;
+  ChunkPlace chunk(step.block_tables + place.sequence * step.table_stride, origin, at.size);
+  for (int c = 0; c < kChunks && origin + c * kChunk < end; ++c, chunk.next()) {
+    typename T::Stored* const next = at.keys(*chunk.block, place.head);
+    keys.next[c] = next + chunk.offset * T::step;
     if constexpr (T::scaled) {
-      __builtin_prefetch(at.scale(next, offset), 0, 2);
-    } else if (token + kChunk > step.context_lens[place.sequence]) {  // it will be cut
-      const char* const values = reinterpret_cast<const char*>(at.values(block, place.head) + offset * at.dim);
+      __builtin_prefetch(at.scale(next, chunk.offset), 0, 2);
+    } else if (origin + (c + 1) * kChunk > end) {  // it will be cut
+      const auto* const values = reinterpret_cast<const char*>(at.values(*chunk.block, place.head) + chunk.offset * at.dim);
       for (std::size_t i = 0; i < static_cast<std::size_t>(kChunk * at.dim) * sizeof *next; i += 64)
         __builtin_prefetch(values + i, 0, 2);
     }

@@ -45,6 +45,8 @@ struct LinearArgs {
   bool gated;  // out = activation(first half of the columns) * second half: [T, N / 2]; only if Weight::gateable()
   Activation activation;  // of the gate; without `gated` nothing is activated
   Forms out;              // float32; where it is gated and has whole groups of columns, any form
+  const Weight* after = nullptr;  // what the next product will read, and how; or null
+  bool after_gated = false;
 };
 
 struct EmbedArgs {

@@ -25,27 +25,29 @@ constexpr std::int64_t kRowBlock = 512;               // rows whose activations 
 constexpr std::int64_t kManyRows = kTiles ? 16 : 10;  // from so many on, all are multiplied with a run of groups in turn
 constexpr std::int64_t kRunGroups = 20;               // a run unpacked takes 28 KiB, of a first-level cache
 
+// Two panels that a thread will read after those it multiplies; or none.
+struct Upcoming {
+  const std::uint8_t* panels[2] = {};
+  std::int64_t lines = 0;  // of each: 64 bytes
+};
+
 // Two panels of a weight, and what they are multiplied for.
 struct Pair {
   const LinearArgs* args;
   const Segment* segment;
   std::int64_t panels[2];
-  std::int64_t next[2];  // panels that this thread will probably read after these
+  Upcoming next;
   float* pieces;  // [kRowBlock][kGroup] of gated rows, where results wait until a group of columns is whole; or null
 
   std::int64_t groups() const { return args->weight->columns / kGroup; }
 };
 
 // Brings the next panels closer, a few lines at a time, while these are multiplied: memory and multipliers work at once.
-// Without a pair it brings nothing.
 class Ahead {
  public:
   static constexpr std::int64_t kLines = 2;  // of each panel a group; 512 bytes of q8 and some scales, after 4 tiles
 
-  Ahead() = default;
-  OCTAVO_INLINE explicit Ahead(const Pair& pair)
-      : at_{pair.segment->panel(pair.next[0]), pair.segment->panel(pair.next[1])},
-        left_(static_cast<std::int64_t>(pair.segment->panel_bytes / 64)) {}
+  OCTAVO_INLINE explicit Ahead(const Upcoming& next) : at_{next.panels[0], next.panels[1]}, left_(next.lines) {}
 
   OCTAVO_INLINE void more() {
     if (left_ <= 0) return;
@@ -59,8 +61,8 @@ class Ahead {
   }
 
  private:
-  const std::uint8_t* at_[2] = {};
-  std::int64_t left_ = 0;
+  const std::uint8_t* at_[2];
+  std::int64_t left_;
 };
 
 template <int R>
@@ -351,6 +353,18 @@ OCTAVO_INLINE void put(const LinearArgs& args, std::int64_t row, std::int64_t n,
   store_some(args.out.f32 + row * args.out.stride + n, y, some);
 }
 
+// Asks for what finish() will add to the product: another thread wrote it, and it comes while this one multiplies.
+OCTAVO_INLINE void ask_for_residual(const Pair& pair, std::int64_t begin, std::int64_t end) {
+  const LinearArgs& args = *pair.args;
+  if (args.residual == nullptr) return;
+  for (std::int64_t row = begin; row < end; ++row) {
+    const float* const at = args.residual + row * args.residual_stride + pair.segment->first_row;
+    for (const std::int64_t panel : pair.panels) {
+      if (panel * kPanel < pair.segment->rows) __builtin_prefetch(at + panel * kPanel);
+    }
+  }
+}
+
 // Rows [begin, end), whose sums are [end - begin][2 * kPanel].
 inline void finish(const Pair& pair, std::int64_t begin, std::int64_t end, const float* sums) {
   const LinearArgs args = *pair.args;  // copies, which no store can change
@@ -417,9 +431,11 @@ void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
   constexpr bool kQuantised = format == Format::q4 || format == Format::q8;
   in_tiles<kQuantised ? kQuantisedRows : kFloatRows>(begin, end, [&]<int R>(std::int64_t row) {
     alignas(64) float kept[R * 2 * kPanel];
+    ask_for_residual(pair, row, row + R);
     if constexpr (kQuantised) {
-      Ahead nothing;
-      add_groups<R>(pair, Packed<format, has_min>(pair), row, 0, pair.groups(), kept, nothing);
+      // One row reads so fast that the processor's own guesses serve it better.
+      Ahead ahead(end - begin > 1 ? pair.next : Upcoming{});
+      add_groups<R>(pair, Packed<format, has_min>(pair), row, 0, pair.groups(), kept, ahead);
     } else {
       Sums<R> sums;
       clear<R>(sums);
@@ -496,10 +512,11 @@ template <Format format, bool has_min>
 void many_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
   Group unpacked[kRunGroups];
   alignas(64) float kept[kRowBlock * 2 * kPanel];
-  Ahead ahead(pair);
+  Ahead ahead(pair.next);
   in_runs(pair.groups(), [&](std::int64_t first, std::int64_t last) {
     in_tiles<kQuantisedRows>(begin, end, [&]<int R>(std::int64_t row) {
       float* const to = kept + (row - begin) * 2 * kPanel;
+      if (last == pair.groups()) ask_for_residual(pair, row, row + R);
       if constexpr (format == Format::q8) {
         add_groups<R>(pair, Packed<format, has_min>(pair), row, first, last, to, ahead);
       } else if (row == begin) {
@@ -538,37 +555,54 @@ inline void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end)
 }
 
 // The pair of panels that is piece i of a product: neighbours, or where `gated` column p with column p + N / 2.
-inline void place(const LinearArgs& args, std::int64_t pair, const Segment*& segment, std::int64_t (&panels)[2]) {
-  segment = args.weight->first_segment();
+inline void place(const Weight& weight, bool gated, std::int64_t pair, const Segment*& segment,
+                  std::int64_t (&panels)[2]) {
+  segment = weight.first_segment();
   while (pair >= segment->panels / 2) pair -= segment++->panels / 2;
-  panels[0] = args.gated ? pair : 2 * pair;
-  panels[1] = args.gated ? pair + segment->rows / (2 * kPanel) : 2 * pair + 1;
+  panels[0] = gated ? pair : 2 * pair;
+  panels[1] = gated ? pair + segment->rows / (2 * kPanel) : 2 * pair + 1;
 }
 
-// Pairs of panels are claimed, a few at a time where they are small beside the cost of a claim.
-inline void linear(const LinearArgs& args, Team& team, int) {
-  const Weight& weight = *args.weight;
-  const Segment* segment = weight.first_segment();
+inline Upcoming upcoming(const Weight& weight, bool gated, std::int64_t pair) {
+  const Segment* segment;
+  std::int64_t panels[2];
+  place(weight, gated, pair, segment, panels);
+  return {{segment->panel(panels[0]), segment->panel(panels[1])}, static_cast<std::int64_t>(segment->panel_bytes / 64)};
+}
+
+inline std::int64_t pairs_of(const Weight& weight) {
   std::int64_t pairs = 0;
-  for (int s = 0; s < weight.num_segments(); ++s) pairs += segment[s].panels / 2;
+  for (int s = 0; s < weight.num_segments(); ++s) pairs += weight.first_segment()[s].panels / 2;
+  return pairs;
+}
+
+// Pairs of panels are shared out, a few at a time where they are small beside the cost of a claim. A thread begins with
+// those of its own number, and claims the next before it multiplies: so it knows which panels to ask memory for, and at
+// the end of a product those that the next product begins with.
+inline void linear(const LinearArgs& args, Team& team, int thread) {
+  const Weight& weight = *args.weight;
+  const std::int64_t pairs = pairs_of(weight);
   const std::int64_t items = pairs * ((args.rows + kRowBlock - 1) / kRowBlock);
-  const std::int64_t work = static_cast<std::int64_t>(2 * segment->panel_bytes) * args.rows;
+  const std::int64_t work = static_cast<std::int64_t>(2 * weight.first_segment()->panel_bytes) * args.rows;
   const std::int64_t fair = most<std::int64_t>(1, items / (4 * team.size()));
   std::int64_t step = most<std::int64_t>(1, least(fair, (64 << 10) / most<std::int64_t>(work, 1)));
   // A group of gated columns is one thread's, who begins with its first: pairs come in whole groups.
   alignas(64) float pieces[kRowBlock * kGroup];
   const bool in_pieces = args.gated && (args.out.q8 != nullptr || args.out.bf16 != nullptr);
   if (in_pieces) step = (step + kPanelsOfGroup - 1) / kPanelsOfGroup * kPanelsOfGroup;
-  for (std::int64_t item = team.claim(step); item < items; item = team.claim(step)) {
+  Upcoming after;
+  if (args.after != nullptr) {
+    const std::int64_t first = args.after_gated ? thread * kPanelsOfGroup : thread;
+    after = upcoming(*args.after, args.after_gated, least<std::int64_t>(first, pairs_of(*args.after) - 1));
+  }
+  for (std::int64_t item = thread * step, next; item < items; item = next) {
+    next = team.size() * step + team.claim(step);
     for (std::int64_t i = item; i < least(item + step, items); ++i) {
       const std::int64_t begin = i / pairs * kRowBlock, end = least(args.rows, begin + kRowBlock);
-      // Threads claim in turn, more or less.
-      const std::int64_t guess = i + 1 < item + step ? i + 1 : item + team.size() * step;
-      Pair pair{&args, nullptr, {}, {}, in_pieces ? pieces : nullptr};
-      place(args, least(guess, items - 1) % pairs, pair.segment, pair.next);
-      const Segment* const after = pair.segment;
-      place(args, i % pairs, pair.segment, pair.panels);
-      if (after != pair.segment) std::memcpy(pair.next, pair.panels, sizeof pair.next);
+      const std::int64_t then = i + 1 < least(item + step, items) ? i + 1 : next;
+      Pair pair{&args, nullptr, {}, then < items ? upcoming(weight, args.gated, then % pairs) : after,
+                in_pieces ? pieces : nullptr};
+      place(weight, args.gated, i % pairs, pair.segment, pair.panels);
       rows_of_pair(pair, begin, end);
     }
   }

@@ -132,6 +132,14 @@ int Program::add_rope(Rope rope) {
 
 void Program::add(Instruction instruction) {
   check_fit(instruction);
+  if (const auto* linear = std::get_if<Linear>(&instruction)) {
+    if (last_linear_) {
+      auto& before = std::get<Linear>(instructions_[*last_linear_]);
+      before.after = linear->weight.get();
+      before.after_gated = linear->gate.has_value();
+    }
+    last_linear_ = instructions_.size();
+  }
   instructions_.push_back(std::move(instruction));
 }
 
@@ -409,6 +417,8 @@ void Program::execute(const Run& run, Team& team, int thread) noexcept {
             .gated = op.gate.has_value(),
             .activation = op.gate.value_or(Activation::silu),
             .out = makes_any_form(op) ? run.forms(v(op.out)) : run.floats(v(op.out)),
+            .after = op.after,
+            .after_gated = op.after_gated,
         };
         if (args.rows > 0) kernels_.linear(args, team, thread);
       },

@@ -38,6 +38,8 @@ struct Linear {
   int residual;
   std::optional<Activation> gate;  // none: not gated
   int out;
+  const Weight* after = nullptr;  // what the program's next product reads, and how: add() knows when that comes
+  bool after_gated = false;
 };
 struct Embed {
   std::shared_ptr<const Weight> weight;
@@ -154,6 +156,7 @@ class Program {
   std::vector<Value> values_;
   std::vector<Rope> ropes_;
   std::vector<Instruction> instructions_;
+  std::optional<std::size_t> last_linear_;  // of the instructions
 
   bool timed_ = false;
   std::vector<double> seconds_;  // of each instruction; written by thread 0

@@ -282,9 +282,8 @@ OCTAVO_INLINE F exp(F x) {
 // 1 / x to float32's last digit or two, for x from 1 to 2^126: what divisions of whole vectors cost ten times as much.
 OCTAVO_INLINE F inverse(F x) {
 #if defined(__AVX512F__)
-  F y = (F)_mm512_rcp14_ps((__m512)x);
-  y = fma(y, fma(F{} - x, y, set1(1.0f)), y);  // each step of Newton's doubles the 14 bits
-  return fma(y, fma(F{} - x, y, set1(1.0f)), y);
+  const F y = (F)_mm512_rcp14_ps((__m512)x);
+  return fma(y, fma(F{} - x, y, set1(1.0f)), y);  // a step of Newton's doubles the 14 bits
 #else
   return set1(1.0f) / x;
 #endif

@@ -97,7 +97,10 @@ struct Rows {
   std::vector<std::uint16_t> bf16;
 };
 
-void run(const LinearArgs& args, int threads) {
+// What comes after a product is a product of the same: more threads than it has pairs of panels ask for those too.
+void run(LinearArgs args, int threads) {
+  args.after = args.weight;
+  args.after_gated = args.gated;
   Team team(threads);
 #pragma omp parallel num_threads(threads)
   isa::kKernels.linear(args, team, omp_get_thread_num());
