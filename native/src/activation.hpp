@@ -5,7 +5,10 @@
 
 namespace octavo::OCTAVO_ISA {
 
-OCTAVO_INLINE F silu(F x) { return x * inverse(set1(1.0f) + exp(F{} - x)); }
+OCTAVO_INLINE F silu(F x) {
+  const F power = min(set1(126.0f), x * set1(-kLog2e));
+  return x * inverse(set1(1.0f) + exp2(power));
+}
 
 OCTAVO_INLINE F gelu_tanh(F x) {
   const F inner = set1(0.7978845608028654f) * (x + set1(0.044715f) * x * x * x);

@@ -26,40 +26,10 @@ constexpr int kTile = kColumns * W;           // tokens, or dimensions, of a pro
 constexpr int kPitch = kPartition + W;        // floats from one row's scores to the next: not a multiple of a page
 constexpr int kManyRows = 2 * kRows;          // from so many on, keys are widened once for all rows
 constexpr float kLowest = -1e30f;             // below any score, yet finite, so that differences are numbers
-constexpr float kLog2e = 1.44269504088896341f;
 template <class Stored>
 alignas(64) constexpr Stored kZeros[kMaxHeadDim] = {};
 
 OCTAVO_INLINE std::int64_t whole_vectors(std::int64_t n) { return (n + W - 1) / W * W; }
-
-// 2^x to about 1.5e-7 relative, or where `coarse` 1.1e-4; exactly 0 far below; for x up to 127. NaN stays NaN.
-template <bool coarse = false>
-OCTAVO_INLINE F exp2(F x) {
-#if defined(__AVX512DQ__)
-  const F r = (F)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
-#else
-  const F bounded = x < set1(-126.0f) ? set1(-126.0f) : x;
-  const I n = round_to_int(bounded - set1(0.5f));
-  const F r = bounded - to_float(n);
-#endif
-  F p;  // minimax for 2^r on [0, 1], exact at 0
-  if constexpr (coarse) {
-    p = fma(set1(0.07826797f), r, set1(0.22630768f));
-    p = fma(p, r, set1(0.6954243f));
-  } else {
-    p = fma(set1(0.0018671304f), r, set1(0.00901702978f));
-    p = fma(p, r, set1(0.0557999127f));
-    p = fma(p, r, set1(0.240164444f));
-    p = fma(p, r, set1(0.693151295f));
-  }
-  p = fma(p, r, set1(1.0f));
-#if defined(__AVX512DQ__)
-  return (F)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
-#else
-  const F y = as_float(as_int(p) + (n << 23));
-  return x < set1(-126.0f) ? set1(0.0f) : (x == x ? y : x);
-#endif
-}
 
 OCTAVO_INLINE F load_up_to(const float* p, std::int64_t n) { return n >= W ? load(p) : load_some(p, n); }
 OCTAVO_INLINE void store_up_to(float* p, F v, std::int64_t n) {
