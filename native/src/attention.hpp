@@ -1248,13 +1248,13 @@ OCTAVO_INLINE void merge_parts(const AttentionArgs& a, const Merge& m, std::int6
   F highest = set1(kLowest), sum = {};
   for (std::int64_t p = 0; p < m.num_partials; ++p, part += stride) {
     const Fades fades = merge(highest, sum, set1(part[dim]), set1(part[dim + 1]));
-    const F inverse = set1(1.0f / sum[0]);
+    const bool last = p + 1 == m.num_partials;
+    const F inverse = set1(last ? 1.0f / sum[0] : 0.0f);
     for (std::int64_t d = 0; d < dim; d += W) {
       const std::int64_t n = dim - d;
       const F old = p == 0 ? F{} : load_up_to(out + d, n);
-      F x = join(old, load_up_to(part + d, n), fades.old, fades.fresh);
-      if (p + 1 == m.num_partials) x *= inverse;
-      store_up_to(out + d, x, n);
+      const F x = join(old, load_up_to(part + d, n), fades.old, fades.fresh);
+      store_up_to(out + d, last ? x * inverse : x, n);
     }
   }
 }
@@ -1324,7 +1324,8 @@ void run(const AttentionArgs& a, Team& team, int thread) {
   if (schedule.num_merges == 0) return;
   team.barrier();
   const std::int64_t merges = schedule.num_merges * a.num_heads;
-  for (std::int64_t i; (i = team.claim()) < merges;)
+  // Too little work each to be claimed.
+  for (std::int64_t i = merges * thread / team.size(); i < merges * (thread + 1) / team.size(); ++i)
     merge_parts(a, schedule.merges[i / a.num_heads], i % a.num_heads);
 }
 
