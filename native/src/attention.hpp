@@ -383,7 +383,8 @@ void gather(const Layout<T>& at, const std::int32_t* table, std::int64_t head, s
   }
 }
 
-// Chunks of a context in their blocks, one after another: whole chunks fill a block, so that only the first is divided for.
+// Chunks of a context in their blocks, one after another. Where blocks are read in place, whole chunks fill them, so that
+// only the first is divided for.
 struct ChunkPlace {
   const std::int32_t* block;
   std::int64_t offset, size;

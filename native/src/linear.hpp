@@ -25,7 +25,7 @@ constexpr std::int64_t kRowBlock = 512;               // rows whose activations 
 constexpr std::int64_t kManyRows = kTiles ? 16 : 10;  // from so many on, all are multiplied with a run of groups in turn
 constexpr std::int64_t kRunGroups = 20;               // a run unpacked takes 28 KiB, of a first-level cache
 
-// Two panels that a thread will read after those it multiplies; or none.
+// Two panels that a thread will read, or at a product's end probably will, after those it multiplies; or none.
 struct Upcoming {
   const std::uint8_t* panels[2] = {};
   std::int64_t lines = 0;  // of each: 64 bytes
@@ -429,12 +429,12 @@ OCTAVO_INLINE void in_runs(std::int64_t groups, const Call& call) {
 template <Format format, bool has_min = false>
 void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
   constexpr bool kQuantised = format == Format::q4 || format == Format::q8;
+  // One row reads so fast that the processor's own guesses serve it better.
+  [[maybe_unused]] Ahead ahead(end - begin > 1 ? pair.next : Upcoming{});
   in_tiles<kQuantised ? kQuantisedRows : kFloatRows>(begin, end, [&]<int R>(std::int64_t row) {
     alignas(64) float kept[R * 2 * kPanel];
     ask_for_residual(pair, row, row + R);
     if constexpr (kQuantised) {
-      // One row reads so fast that the processor's own guesses serve it better.
-      Ahead ahead(end - begin > 1 ? pair.next : Upcoming{});
       add_groups<R>(pair, Packed<format, has_min>(pair), row, 0, pair.groups(), kept, ahead);
     } else {
       Sums<R> sums;
@@ -578,7 +578,7 @@ inline std::int64_t pairs_of(const Weight& weight) {
 
 // Pairs of panels are shared out, a few at a time where they are small beside the cost of a claim. A thread begins with
 // those of its own number, and claims the next before it multiplies: so it knows which panels to ask memory for, and at
-// the end of a product those that the next product begins with.
+// the end of a product those that it will probably begin the next one with.
 inline void linear(const LinearArgs& args, Team& team, int thread) {
   const Weight& weight = *args.weight;
   const std::int64_t pairs = pairs_of(weight);

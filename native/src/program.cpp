@@ -132,15 +132,15 @@ int Program::add_rope(Rope rope) {
 
 void Program::add(Instruction instruction) {
   check_fit(instruction);
-  if (const auto* linear = std::get_if<Linear>(&instruction)) {
-    if (last_linear_) {
-      auto& before = std::get<Linear>(instructions_[*last_linear_]);
-      before.after = linear->weight.get();
-      before.after_gated = linear->gate.has_value();
-    }
-    last_linear_ = instructions_.size();
-  }
   instructions_.push_back(std::move(instruction));
+  const auto* const linear = std::get_if<Linear>(&instructions_.back());
+  if (linear == nullptr) return;
+  if (last_linear_) {
+    auto& before = std::get<Linear>(instructions_[*last_linear_]);
+    before.after = linear->weight.get();
+    before.after_gated = linear->gate.has_value();
+  }
+  last_linear_ = instructions_.size() - 1;
 }
 
 const Value& Program::value(int number) const {
