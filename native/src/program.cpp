@@ -135,12 +135,13 @@ void Program::add(Instruction instruction) {
   instructions_.push_back(std::move(instruction));
   const auto* const linear = std::get_if<Linear>(&instructions_.back());
   if (linear == nullptr) return;
-  if (last_linear_) {
-    auto& before = std::get<Linear>(instructions_[*last_linear_]);
-    before.after = linear->weight.get();
-    before.after_gated = linear->gate.has_value();
+  for (auto before = instructions_.rbegin() + 1; before != instructions_.rend(); ++before) {
+    if (auto* const previous = std::get_if<Linear>(&*before)) {
+      previous->after = linear->weight.get();
+      previous->after_gated = linear->gate.has_value();
+      return;
+    }
   }
-  last_linear_ = instructions_.size() - 1;
 }
 
 const Value& Program::value(int number) const {

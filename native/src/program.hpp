@@ -156,7 +156,6 @@ class Program {
   std::vector<Value> values_;
   std::vector<Rope> ropes_;
   std::vector<Instruction> instructions_;
-  std::optional<std::size_t> last_linear_;  // of the instructions
 
   bool timed_ = false;
   std::vector<double> seconds_;  // of each instruction; written by thread 0

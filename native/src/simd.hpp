@@ -253,14 +253,16 @@ OCTAVO_INLINE std::int32_t reduce_max(I v) {
 #endif
 }
 
+constexpr float kLog2e = 1.44269504088896341f;  // of e
+
 // e^x to about 1e-7 relative: 2^n * p(r), |r| <= ln(2)/2 (Cephes' expf). 0 below -87.3; +inf is not made: x is bounded at 88.3.
 OCTAVO_INLINE F exp(F x) {
 #if defined(__AVX512F__)
   const F bounded = min(set1(88.3f), x);
-  const F whole = (F)_mm512_roundscale_ps((__m512)(bounded * set1(1.44269504088896341f)), 0);
+  const F whole = (F)_mm512_roundscale_ps((__m512)(bounded * set1(kLog2e)), 0);
 #else
   const F bounded = max(set1(-87.3f), min(set1(88.3f), x));
-  const I n = round_to_int(bounded * set1(1.44269504088896341f));
+  const I n = round_to_int(bounded * set1(kLog2e));
   const F whole = to_float(n);
 #endif
   F r = fma(whole, set1(-0.693359375f), bounded);
@@ -279,7 +281,6 @@ OCTAVO_INLINE F exp(F x) {
   return x == x ? (x < set1(-87.3f) ? set1(0.0f) : y) : x;
 #endif
 }
-constexpr float kLog2e = 1.44269504088896341f;  // of e
 
 // 2^x to about 1.5e-7 relative, or where `coarse` 1.1e-4; exactly 0 far below; for x up to 127. NaN stays NaN.
 template <bool coarse = false>
