@@ -29,7 +29,7 @@ constexpr float kLowest = -1e30f;             // below any score, yet finite, so
 template <class Stored>
 alignas(64) constexpr Stored kZeros[kMaxHeadDim] = {};
 
-OCTAVO_INLINE std::int64_t whole_vectors(std::int64_t n) { return (n + W - 1) / W * W; }
+constexpr OCTAVO_INLINE std::int64_t whole_vectors(std::int64_t n) { return (n + W - 1) / W * W; }
 
 OCTAVO_INLINE F load_up_to(const float* p, std::int64_t n) { return n >= W ? load(p) : load_some(p, n); }
 OCTAVO_INLINE void store_up_to(float* p, F v, std::int64_t n) {
@@ -257,15 +257,15 @@ OCTAVO_INLINE void write_pair(const Layout<T>& at, std::int64_t block, std::int6
   scatter<T>(v, at.dim, values + (offset - place) * at.dim, place);
 }
 
-// What goes with a rotated query as bytes.
-struct ByteQuery {
-  float scale;
-  std::int32_t offset;  // what is too much in a product with keys that are 128 too high, below 0
+// What goes with kRows rotated queries as bytes.
+struct ByteQueries {
+  float scale[kRows];
+  std::int32_t origin[kRows];  // where sums begin: below 0, by what is too much in a product with keys 128 too high
 };
 
 // The bytes of kRows queries lie together: W dimensions of each, then the next W. Then what goes with them.
 OCTAVO_INLINE std::int64_t bytes_of_queries(std::int64_t wide) { return kRows * wide; }
-static_assert(kRows * (W + static_cast<std::int64_t>(sizeof(ByteQuery))) <= kRows * W * 4);  // the room of their floats
+static_assert(kRows * W + static_cast<std::int64_t>(sizeof(ByteQueries)) <= kRows * W * 4);  // the room of their floats
 
 OCTAVO_INLINE void round_query(const float* query, std::int64_t dim, int row, std::uint8_t* rows) {
   const std::int64_t wide = whole_vectors(dim);
@@ -277,8 +277,9 @@ OCTAVO_INLINE void round_query(const float* query, std::int64_t dim, int row, st
     sum += q;
     store_bytes(rows + i * kRows + row * W, q);
   }
-  const ByteQuery rest{step.scale, -128 * reduce_add(sum)};
-  std::memcpy(rows + bytes_of_queries(wide) + row * static_cast<std::int64_t>(sizeof rest), &rest, sizeof rest);
+  auto* const rest = reinterpret_cast<ByteQueries*>(rows + bytes_of_queries(wide));
+  rest->scale[row] = step.scale;
+  rest->origin[row] = -128 * reduce_add(sum);
 }
 
 // Calls turn(dim, rotation) with constants for the commonest head, whose whole row then stays in registers.
@@ -564,7 +565,7 @@ OCTAVO_INLINE void score(const Keys<T>& keys, int c, int end, const float* const
 // What the rows of a product see of a partition, and the chunks [first, last) that any of them sees.
 template <int R>
 struct Sight {
-  int begin[R], end[R];
+  alignas(64) std::int32_t begin[whole_vectors(R)] = {}, end[whole_vectors(R)] = {};
   int first = kChunks, last = 0;
 
   Sight() = default;
@@ -587,7 +588,7 @@ struct Sight {
 // A number of each row, as vectors.
 template <int R>
 struct PerRow {
-  alignas(64) float of[(R + W - 1) / W * W] = {};
+  alignas(64) float of[whole_vectors(R)] = {};
 
   static OCTAVO_INLINE PerRow ones() {
     PerRow all;
@@ -596,10 +597,26 @@ struct PerRow {
   }
 };
 
+constexpr auto kSum = [](F a, F b) __attribute__((always_inline)) { return a + b; };
+constexpr auto kHigher = [](F a, F b) __attribute__((always_inline)) { return max(a, b); };
+constexpr auto kGreater = [](F a, F b) __attribute__((always_inline)) { return greater_bits(a, b); };
+
+// A vector of each row, brought to a number.
+template <int R, int First = 0, class Op>
+OCTAVO_INLINE void reduce_rows(const F (&rows)[R], const Op& op, PerRow<R>& to) {
+  constexpr int left = R - First, some = left < W ? left : W;
+  constexpr int number = some > 8 ? 16 : some > 4 ? 8 : some > 2 ? 4 : some;
+  F these[number];
+#pragma GCC unroll 16
+  for (int i = 0; i < number; ++i) these[i] = rows[First + least(i, some - 1)];
+  store(to.of + First, reduce_each(these, op));
+  if constexpr (left > W) reduce_rows<R, First + W>(rows, op, to);
+}
+
 // What the rows' weights of a partition are relative to: each row's highest score.
 template <int R>
 struct Heights {
-  float base[R], scale[R];
+  PerRow<R> base, scale;
   int from = 0, to = kPartition;  // the tokens that all rows see
 
   OCTAVO_INLINE bool seen_by_all(int c) const { return from <= c * kChunk && (c + 1) * kChunk <= to; }
@@ -607,7 +624,7 @@ struct Heights {
   // Exactly 1 for the highest score, whatever its size.
   template <bool coarse>
   OCTAVO_INLINE F weight(int r, F score) const {
-    return exp2<coarse>((score - set1(base[r])) * set1(scale[r]));
+    return exp2<coarse>((score - set1(base.of[r])) * set1(scale.of[r]));
   }
 };
 
@@ -643,12 +660,15 @@ OCTAVO_INLINE Heights<R> find_heights(float* scores, const Sight<R>& sight, cons
       highest[r] = max(highest[r], s);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    const float top = reduce_max(highest[r]);
-    heights.scale[r] = scoring.cap != 0.0f ? scoring.scale : scoring.scale * units.of[r];
-    heights.base[r] = sight.blind(r) ? 0.0f : top;
-    tops.of[r] = sight.blind(r) ? kLowest : top * heights.scale[r];
+  PerRow<R> peaks;
+  reduce_rows<R>(highest, kHigher, peaks);
+  for (int r = 0; r < R; r += W) {
+    const F scale = set1(scoring.scale) * (scoring.cap != 0.0f ? set1(1.0f) : load(units.of + r));
+    const I blind = load(sight.begin + r) >= load(sight.end + r);
+    const F top = load(peaks.of + r);
+    store(heights.scale.of + r, scale);
+    store(heights.base.of + r, blind ? F{} : top);
+    store(tops.of + r, blind ? set1(kLowest) : top * scale);
   }
   return heights;
 }
@@ -668,8 +688,7 @@ OCTAVO_INLINE void weigh(float* scores, const Sight<R>& sight, const Scoring& sc
       total[r] += weight;
       store(s, weight);
     }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums.of[r] = reduce_add(total[r]);
+  reduce_rows<R>(total, kSum, sums);
 }
 
 // How much the parts so far and a new one count once they are relative to the higher of their highest scores.
@@ -982,46 +1001,8 @@ void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t 
 }
 
 // --- rows and a partition of bytes ----------------------------------------------------------------------------------
-// Sums of bytes' products are exact in integers, and below 2^24, so exact in float32 too.
-
-// `Asks` whether lines that will be read soon are asked for: once is enough for all rows of a work.
-template <int R, int C, bool Asks>
-OCTAVO_INLINE void score_bytes(const Keys<Int8>& keys, int c, const std::uint8_t* queries,
-                               const std::int32_t (&offsets)[R], std::int64_t wide, float (&scores)[R][kPitch]) {
-  I sum[R][C];
-  const std::uint8_t *key[C], *value[C];
-#pragma GCC unroll 8
-  for (int i = 0; i < C; ++i) {
-    key[i] = keys.key[c + i];
-    value[i] = keys.value[c + i];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[r][i] = set1(offsets[r]);
-  }
-  const std::int64_t stride = keys.key_stride;
-  const std::uint8_t* const end = queries + bytes_of_queries(wide);
-  for (std::int64_t at = 0, line = 0; queries < end; queries += kRows * W)
-#pragma GCC unroll 4
-    for (int word = 0; word < W; word += Int8::step, at += stride, line += W * Int8::step) {
-      I b[C];
-#pragma GCC unroll 8
-      for (int i = 0; i < C; ++i) {
-        if constexpr (Asks) __builtin_prefetch(value[i] + line, 0, 2);
-        b[i] = load_as<I>(key[i] + at);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const I four = set1(load_as<std::int32_t>(queries + r * W + word));
-#pragma GCC unroll 8
-        for (int i = 0; i < C; ++i) sum[r][i] = dot_u8s8(sum[r][i], b[i], four);
-      }
-    }
-#pragma GCC unroll 8
-  for (int i = 0; i < C; ++i) {
-    const F scale = load(keys.key_scale[c + i]);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) store(scores[r] + (c + i) * kChunk, to_float(sum[r][i]) * scale);
-  }
-}
+// Sums of bytes' products are exact in integers, and scores, below 2^24, in float32 too. Weighted values are added with
+// their bias still on, and lose a unit or two: a hundredth of what they lost when weights were rounded.
 
 // Chunks whose weights are rounded together, to multiples of a 255th of a row's largest among them: beside a token that
 // has nearly all the weight, many that have little each vanish, and the fewer share its fate the better. With 64 tokens
@@ -1033,47 +1014,6 @@ constexpr std::int64_t kFour = 16;  // bytes from one four tokens' rounded weigh
 // Where the chunks from c on that are of one stretch end, and are before `last`.
 OCTAVO_INLINE int end_of_stretch(int c, int last) { return least((c / kStretch + 1) * kStretch, last); }
 
-// What the rows' rounded weights of each stretch are multiples of.
-template <int R>
-struct Units {
-  float of[kStretches][R];
-};
-
-// Turns the rows' products with C chunks of a stretch into rounded weights times the values' scales, in place, and adds
-// the weights up as they were. Scales of tokens out of sight may be NaN.
-template <int R, int C>
-OCTAVO_INLINE void weigh_stretch(float (&scores)[R][kPitch], const Keys<Int8>& keys, const Sight<R>& sight,
-                                 const Heights<R>& heights, int c, F (&totals)[R], Units<R>& units) {
-  F scale[C];
-  bool all = true;
-#pragma GCC unroll 8
-  for (int i = 0; i < C; ++i) {
-    scale[i] = load(keys.value_scale[c + i]);
-    all = all && heights.seen_by_all(c + i);
-  }
-  for (int r = 0; r < R; ++r) {
-    float* const row = scores[r] + c * kChunk;
-    F weights[C], total = totals[r];
-    I top = {};  // as bits: NaN is above all
-#pragma GCC unroll 8
-    for (int i = 0; i < C; ++i) {
-      const F weight = heights.template weight<true>(r, load(row + i * kChunk));
-      total += weight;
-      weights[i] = weight * scale[i];
-      if (!all) weights[i] = sees(sight, r, c + i) ? weights[i] : F{};
-      top = as_int(weights[i]) > top ? as_int(weights[i]) : top;
-    }
-    totals[r] = total;
-    const std::int32_t bits = reduce_max(top);
-    float largest;
-    std::memcpy(&largest, &bits, sizeof largest);
-    units.of[c / kStretch][r] = largest * (1.0f / 255.0f);
-    const F steps = set1(largest <= 1e-30f ? 0.0f : 255.0f / largest);
-#pragma GCC unroll 8
-    for (int i = 0; i < C; ++i) store_as(row + i * kChunk, low_bytes(as_int(fma(weights[i], steps, set1(kBias)))));
-  }
-}
-
 // Calls stretch<C>(c) for the chunks [first, last): C from chunk c on, all of one stretch.
 template <class Stretch>
 OCTAVO_INLINE void in_stretches(int first, int last, const Stretch& stretch) {
@@ -1083,80 +1023,218 @@ OCTAVO_INLINE void in_stretches(int first, int last, const Stretch& stretch) {
   }
 }
 
-template <int R, int C, bool Asks>
-OCTAVO_INLINE void add_value_bytes(const Walk& walk, const Keys<Int8>& keys, int first, int last,
-                                   const float (&weights)[R][kPitch], const Units<R>& units, const Goal (&goals)[R],
-                                   std::int64_t d) {
-  F sum[R][C] = {};
-  for (int c = first, stop; c < last; c = stop) {
-    stop = end_of_stretch(c, last);
-    I dots[R][C] = {};
-    for (int i = c; i < stop; ++i) {
-      const std::uint8_t* const values = keys.value[i] + d * Int8::step;
-      const std::uint8_t* const next = keys.next[i] + d / W * keys.key_stride;
+// R rows on their way through a partition, a stage after another. `asks`, a constant: whether lines that will be read
+// soon are asked for; once is enough for all rows of a work.
+template <int R>
+struct ByteRows {
+  Row* rows;
+  Sight<R> sight;
+  Heights<R> heights;
+  PerRow<R> tops, sums, unbias;
+  PerRow<R> units[kStretches], inverses[kStretches];  // of a stretch: what its rounded weights are multiples of
+  alignas(64) float scores[R][kPitch];                // and soon weights
+
+  OCTAVO_INLINE ByteRows(const Walk& walk, Row* all) : rows(all), sight(all, R, walk.partition) {}
+
+  OCTAVO_INLINE const std::uint8_t* queries() const { return reinterpret_cast<const std::uint8_t*>(rows[0].query); }
+  OCTAVO_INLINE const ByteQueries& rest(const Walk& walk) const {
+    return *reinterpret_cast<const ByteQueries*>(queries() + bytes_of_queries(walk.wide));
+  }
+
+  template <bool asks>
+  OCTAVO_INLINE void score(const Walk& walk, const Keys<Int8>& keys) {
+    for (int c = sight.first; c < sight.last; c += kColumns)
+      with_columns(sight.last - c, [&]<int C>() { score_chunks<C, asks>(walk, keys, c); });
+  }
+
+  // Products with the keys of C chunks.
+  template <int C, bool asks>
+  OCTAVO_INLINE void score_chunks(const Walk& walk, const Keys<Int8>& keys, int c) {
+    I sum[R][C];
+    const std::uint8_t *key[C], *value[C];
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      key[i] = keys.key[c + i];
+      value[i] = keys.value[c + i];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sum[r][i] = set1(rest(walk).origin[r]);
+    }
+    const std::int64_t stride = keys.key_stride;
+    const std::uint8_t *bytes = queries(), *const end = bytes + bytes_of_queries(walk.wide);
+    for (std::int64_t at = 0, line = 0; bytes < end; bytes += kRows * W)
 #pragma GCC unroll 4
-      for (std::int64_t k = 0; k < kChunk / Int8::step; ++k) {
+      for (int word = 0; word < W; word += Int8::step, at += stride, line += W * Int8::step) {
         I b[C];
 #pragma GCC unroll 8
-        for (int v = 0; v < C; ++v) {
-          if constexpr (Asks) __builtin_prefetch(next + (k * (walk.wide / W) + v) * keys.key_stride, 0, 2);
-          b[v] = load_as<I>(values + k * keys.value_stride + v * W * Int8::step);
+        for (int i = 0; i < C; ++i) {
+          if constexpr (asks) __builtin_prefetch(value[i] + line, 0, 2);
+          b[i] = load_as<I>(key[i] + at);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const auto* const four = reinterpret_cast<const std::uint8_t*>(weights[r] + i * kChunk) + k * kFour;
-          const I bytes = set1(load_as<std::int32_t>(four));
+          const I four = set1(load_as<std::int32_t>(bytes + r * W + word));
 #pragma GCC unroll 8
-          for (int v = 0; v < C; ++v) dots[r][v] = dot_u8s8(dots[r][v], bytes, b[v]);
+          for (int i = 0; i < C; ++i) sum[r][i] = dot_u8s8(sum[r][i], b[i], four);
         }
+      }
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      const F scale = load(keys.key_scale[c + i]);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) store(scores[r] + (c + i) * kChunk, to_float(sum[r][i]) * scale);
+    }
+  }
+
+  OCTAVO_INLINE void find_heights(const Walk& walk) {
+    PerRow<R> of_queries;
+    for (int r = 0; r < R; r += W) store(of_queries.of + r, load_some(rest(walk).scale + r, least(W, R - r)));
+    heights = attend::find_heights<R>(scores[0], sight, walk.scoring, of_queries, tops);
+  }
+
+  // Products become weights times the values' scales, in place, and the weights are added up.
+  OCTAVO_INLINE void weigh(const Keys<Int8>& keys) {
+    F totals[R] = {};
+    in_stretches(sight.first, sight.last, [&]<int C>(int c) { weigh_stretch<C>(keys, c, totals); });
+    reduce_rows<R>(totals, kSum, sums);
+  }
+
+  // Scales of tokens out of sight may be NaN.
+  template <int C>
+  OCTAVO_INLINE void weigh_stretch(const Keys<Int8>& keys, int c, F (&totals)[R]) {
+    F scale[C], top[R];
+    bool all = true;
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      scale[i] = load(keys.value_scale[c + i]);
+      all = all && heights.seen_by_all(c + i);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      float* const row = scores[r] + c * kChunk;
+      F total = totals[r];
+      top[r] = F{};
+#pragma GCC unroll 8
+      for (int i = 0; i < C; ++i) {
+        F weight = heights.template weight<true>(r, load(row + i * kChunk));
+        total += weight;
+        weight *= scale[i];
+        if (!all) weight = sees(sight, r, c + i) ? weight : F{};
+        top[r] = greater_bits(top[r], weight);
+        store(row + i * kChunk, weight);
+      }
+      totals[r] = total;
+    }
+    PerRow<R> largest;
+    reduce_rows<R>(top, kGreater, largest);
+    for (int r = 0; r < R; r += W) {
+      const F peak = load(largest.of + r);
+      store(units[c / kStretch].of + r, peak * set1(1.0f / 255.0f));
+      store(inverses[c / kStretch].of + r, peak <= set1(1e-30f) ? F{} : set1(255.0f) / peak);
+    }
+  }
+
+  // Weights become bytes, in place.
+  OCTAVO_INLINE void round_weights() {
+    in_stretches(sight.first, sight.last, [&]<int C>(int c) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        float* const row = scores[r] + c * kChunk;
+        const F steps = set1(inverses[c / kStretch].of[r]);
+#pragma GCC unroll 8
+        for (int i = 0; i < C; ++i)
+          store_as(row + i * kChunk, low_bytes(as_int(fma(load(row + i * kChunk), steps, set1(kBias)))));
+      }
+    });
+    for (int r = 0; r < R; r += W) {
+      F all = {};
+      for (int i = sight.first / kStretch; i * kStretch < sight.last; ++i) all += load(units[i].of + r);
+      store(unbias.of + r, all * set1(-kBias));
+    }
+  }
+
+  // Weighted values go where the rows' parts of the partition go. Meanwhile the next keys come closer.
+  template <bool asks>
+  OCTAVO_INLINE void add_values(const Walk& walk, const Keys<Int8>& keys) {
+    Goal goals[R];
+    settle<R>(walk, rows, R, sight, tops, sums, goals);
+    constexpr int most_columns = R <= kRows / 2 ? kColumns : kColumns / 2;  // each in two sums
+    for (std::int64_t d = 0; d < walk.wide; d += most_columns * W)
+      with_columns<most_columns>((walk.wide - d) / W, [&]<int C>() { add_columns<C, asks>(walk, keys, goals, d); });
+  }
+
+  // C vectors of dimensions from d on.
+  template <int C, bool asks>
+  OCTAVO_INLINE void add_columns(const Walk& walk, const Keys<Int8>& keys, const Goal (&goals)[R], std::int64_t d) {
+    F sum[R][C] = {};
+    for (int c = sight.first, stop; c < sight.last; c = stop) {
+      stop = end_of_stretch(c, sight.last);
+      I dots[R][C];  // biased
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < C; ++v) dots[r][v] = set1(kBiasBits);
+      for (int i = c; i < stop; ++i) {
+        const std::uint8_t* const values = keys.value[i] + d * Int8::step;
+        const std::uint8_t* const next = keys.next[i] + d / W * keys.key_stride;
+#pragma GCC unroll 4
+        for (std::int64_t k = 0; k < kChunk / Int8::step; ++k) {
+          I b[C];
+#pragma GCC unroll 8
+          for (int v = 0; v < C; ++v) {
+            if constexpr (asks) __builtin_prefetch(next + (k * (walk.wide / W) + v) * keys.key_stride, 0, 2);
+            b[v] = load_as<I>(values + k * keys.value_stride + v * W * Int8::step);
+          }
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            const auto* const four = reinterpret_cast<const std::uint8_t*>(scores[r] + i * kChunk) + k * kFour;
+            const I bytes = set1(load_as<std::int32_t>(four));
+#pragma GCC unroll 8
+            for (int v = 0; v < C; ++v) dots[r][v] = dot_u8s8(dots[r][v], bytes, b[v]);
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const F unit = set1(units[c / kStretch].of[r]);
+#pragma GCC unroll 8
+        for (int v = 0; v < C; ++v) sum[r][v] = fma(as_float(dots[r][v]), unit, sum[r][v]);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const F unit = set1(units.of[c / kStretch][r]);
+      if (goals[r].out == nullptr) continue;
+      const F minus = set1(unbias.of[r]);
 #pragma GCC unroll 8
-      for (int v = 0; v < C; ++v) sum[r][v] = fma(to_float(dots[r][v]), unit, sum[r][v]);
+      for (int v = 0; v < C; ++v) put(walk, goals[r], d + v * W, sum[r][v] + minus);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    if (goals[r].out == nullptr) continue;
-#pragma GCC unroll 8
-    for (int v = 0; v < C; ++v) put(walk, goals[r], d + v * W, sum[r][v]);
-  }
+};
+
+template <int R, bool asks>
+void attend_bytes(const Walk& walk, const Keys<Int8>& keys, Row* rows) {
+  ByteRows<R> these(walk, rows);
+  if (these.sight.nothing()) return;
+  these.template score<asks>(walk, keys);
+  these.find_heights(walk);
+  these.weigh(keys);
+  these.round_weights();
+  these.template add_values<asks>(walk, keys);
 }
 
-template <int R, bool Asks>
-void attend_bytes(const Walk& walk, const Keys<Int8>& keys, Row* rows) {
-  const Sight<R> sight(rows, R, walk.partition);
-  if (sight.nothing()) return;
-  const auto* const queries = reinterpret_cast<const std::uint8_t*>(rows[0].query);
-  std::int32_t offsets[R];
-  PerRow<R> of_query, tops, sums;
-  for (int r = 0; r < R; ++r) {
-    const auto* const rest = queries + bytes_of_queries(walk.wide) + r * static_cast<std::int64_t>(sizeof(ByteQuery));
-    const ByteQuery query = load_as<ByteQuery>(rest);
-    of_query.of[r] = query.scale;
-    offsets[r] = query.offset;
-  }
-
-  alignas(64) float scores[R][kPitch];  // and soon weights
-  for (int c = sight.first; c < sight.last; c += kColumns)
-    with_columns(sight.last - c, [&]<int C>() { score_bytes<R, C, Asks>(keys, c, queries, offsets, walk.wide, scores); });
-  const Heights<R> heights = find_heights<R>(scores[0], sight, walk.scoring, of_query, tops);
-  Units<R> units;
-  F totals[R] = {};
-  in_stretches(sight.first, sight.last,
-               [&]<int C>(int c) { weigh_stretch<R, C>(scores, keys, sight, heights, c, totals, units); });
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums.of[r] = reduce_add(totals[r]);
-  Goal goals[R];
-  settle<R>(walk, rows, R, sight, tops, sums, goals);
-  constexpr int most_columns = R <= kRows / 2 ? kColumns : kColumns / 2;  // each in two sums
-  for (std::int64_t d = 0; d < walk.wide; d += most_columns * W)
-    with_columns<most_columns>((walk.wide - d) / W, [&]<int C>() {
-      add_value_bytes<R, C, Asks>(walk, keys, sight.first, sight.last, scores, units, goals, d);
-    });
+// Twice as many: while the numbers of some that all others hang on are found, there is work for the others.
+template <bool asks>
+void attend_bytes_twice(const Walk& walk, const Keys<Int8>& keys, Row* rows) {
+  ByteRows<kRows> these(walk, rows), those(walk, rows + kRows);
+  these.template score<asks>(walk, keys);
+  those.template score<false>(walk, keys);
+  these.find_heights(walk);
+  those.find_heights(walk);
+  these.weigh(keys);
+  those.weigh(keys);
+  these.round_weights();
+  those.round_weights();
+  these.template add_values<asks>(walk, keys);
+  those.template add_values<false>(walk, keys);
 }
 
 template <class T, int R>
@@ -1183,7 +1261,7 @@ OCTAVO_INLINE void make_rows(const AttentionArgs& a, const Work& work, const Que
     const Query& query = queries[(first + i) / group];
     const std::int64_t h = head * group + (first + i) % group;
     turn_query<T>(a, query.token, h, i, turned);
-    float* const out = work.whole ? a.out + query.token * a.out_stride + h * dim : a.plan->partials + h * (dim + 2);
+    float* const out = work.whole ? a.out + query.row * a.out_stride + h * dim : a.plan->partials + h * (dim + 2);
     rows[i] = {turned + i * wide, &query, out, kLowest, 0.0f};
   }
 }
@@ -1223,7 +1301,16 @@ void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::
         continue;
       }
     }
-    for (std::int64_t i = 0; i < count; i += kRows)
+    std::int64_t i = 0;
+    if constexpr (T::scaled) {
+      for (; i + 2 * kRows <= count; i += 2 * kRows) {
+        if (i == 0)
+          attend_bytes_twice<true>(walk, keys, rows + i);
+        else
+          attend_bytes_twice<false>(walk, keys, rows + i);
+      }
+    }
+    for (; i < count; i += kRows)
       attend_up_to<T, kRows>(walk, keys, rows + i, least<std::int64_t>(kRows, count - i), i == 0);
   }
 }
@@ -1245,7 +1332,7 @@ void do_work(const AttentionArgs& a, const Work& work, const Query* queries, std
 OCTAVO_INLINE void merge_parts(const AttentionArgs& a, const Merge& m, std::int64_t head) {
   const std::int64_t dim = a.head_dim, stride = a.num_heads * (dim + 2);
   const float* part = a.plan->partials + m.first_partial * stride + head * (dim + 2);
-  float* out = a.out + m.token * a.out_stride + head * dim;
+  float* out = a.out + m.row * a.out_stride + head * dim;
   F highest = set1(kLowest), sum = {};
   for (std::int64_t p = 0; p < m.num_partials; ++p, part += stride) {
     const Fades fades = merge(highest, sum, set1(part[dim]), set1(part[dim + 1]));
@@ -1260,10 +1347,10 @@ OCTAVO_INLINE void merge_parts(const AttentionArgs& a, const Merge& m, std::int6
   }
 }
 
-// The planner was told of every layer's window, so it is there.
+// The planner was told of every layer, so it is there.
 OCTAVO_INLINE const Schedule& schedule_of(const AttentionArgs& a) {
   const Schedule* schedule = a.plan->schedules;
-  while (schedule->window != a.window) ++schedule;
+  while (schedule->window != a.window || schedule->taken != a.taken) ++schedule;
   return *schedule;
 }
 
@@ -1333,7 +1420,7 @@ void run(const AttentionArgs& a, Team& team, int thread) {
 }  // namespace attend
 
 // Rotates q and k, writes k and v to the step's slots, and attends causally over each sequence's blocks. The planner
-// must know the layer's heads and window; `scale` is above 0; `out` may be `q`.
+// must know the layer; `scale` is above 0.
 inline void attention(const AttentionArgs& a, Team& team, int thread) {
   switch (a.cache.type) {
     case KvType::bf16: return attend::run<attend::Bf16>(a, team, thread);

@@ -111,7 +111,8 @@ struct AttentionArgs {
   std::int64_t window;  // 0: none
   float softcap;        // 0: none
   int rope;             // which of the plan's rotations; -1: none
-  float* out;           // [T, H * D]
+  bool taken;           // of the tokens whose logits are wanted alone, R of them, in the order of the step's logit_rows
+  float* out;           // [T or R, H * D]
   std::int64_t out_stride;
 };
 

@@ -55,7 +55,7 @@ int AttentionPlanner::add_rope(const float* inv_freq, std::int64_t half, float f
   return static_cast<int>(ropes_.size()) - 1;
 }
 
-void AttentionPlanner::add_layer(int num_heads, int num_kv_heads, int head_dim, std::int64_t window) {
+void AttentionPlanner::add_layer(int num_heads, int num_kv_heads, int head_dim, std::int64_t window, bool taken) {
   if (head_dim > kMaxHeadDim)
     throw std::invalid_argument("a head of " + std::to_string(head_dim) + " dimensions is larger than the " +
                                 std::to_string(kMaxHeadDim) + " that the native kernels are made for");
@@ -67,8 +67,8 @@ void AttentionPlanner::add_layer(int num_heads, int num_kv_heads, int head_dim, 
   const std::int64_t floats = (2 * kPartition + 64 + 2 * kSegment) * padded + kSegment * (kPartition + 16);
   tile_bytes_ = std::max<std::int64_t>(tile_bytes_, floats * 4);
   for (const Windowed& known : windowed_)
-    if (known.window == window) return;
-  windowed_.push_back(Windowed{window, {}, {}, {}, {}, 0});
+    if (known.window == window && known.taken == taken) return;
+  windowed_.push_back(Windowed{window, taken, {}, {}, {}, {}, 0});
 }
 
 AttentionPlan* AttentionPlanner::begin(const StepView& step, int threads) {
@@ -80,13 +80,20 @@ AttentionPlan* AttentionPlanner::begin(const StepView& step, int threads) {
   plan_.step = step;
   schedules_.clear();
   std::int64_t partials = 0;
+  const bool all = all_are_wanted();
   for (Windowed& windowed : windowed_) {
+    const auto same = std::find_if(schedules_.begin(), schedules_.end(), [&](const Schedule& other) {
+      return all && windowed.taken && other.window == windowed.window;
+    });
+    if (same != schedules_.end()) {
+      Schedule again = *same;
+      again.taken = true;
+      schedules_.push_back(again);
+      continue;
+    }
     schedule(windowed, threads);
     partials = std::max(partials, windowed.partials);
-    schedules_.push_back({windowed.window, windowed.queries.data(), windowed.works.data(),
-                          static_cast<std::int64_t>(windowed.works.size()), windowed.merges.data(),
-                          static_cast<std::int64_t>(windowed.merges.size()), windowed.early.data(),
-                          static_cast<std::int64_t>(windowed.early.size())});
+    schedules_.push_back(made(windowed));
   }
   place_rotations();
   plan_.schedules = schedules_.data();
@@ -132,10 +139,25 @@ void AttentionPlanner::rotate(Team& team, int thread) {
 
 // --- works ----------------------------------------------------------------------------------------------------------
 
-Query AttentionPlanner::see(const Windowed& windowed, std::int32_t sequence, std::int32_t token) const {
-  const std::int32_t place = plan_.step.context_lens[sequence] - plan_.step.query_starts[sequence + 1] + token;
+Query AttentionPlanner::see(const Windowed& windowed, std::int32_t sequence, const Result& result) const {
+  const std::int32_t place = plan_.step.context_lens[sequence] - plan_.step.query_starts[sequence + 1] + result.token;
   const std::int64_t begin = windowed.window > 0 ? std::max<std::int64_t>(0, place + 1 - windowed.window) : 0;
-  return {token, static_cast<std::int32_t>(begin), place + 1, 0};
+  return {result.token, result.row, static_cast<std::int32_t>(begin), place + 1, 0};
+}
+
+// Whether the rows whose logits are wanted are all tokens, in their order: as when every sequence only decodes.
+bool AttentionPlanner::all_are_wanted() const {
+  if (plan_.step.logits != plan_.step.tokens) return false;
+  for (std::int32_t t = 0; t < plan_.step.tokens; ++t)
+    if (plan_.step.logit_rows[t] != t) return false;
+  return true;
+}
+
+void AttentionPlanner::find_results(bool taken) {
+  results_.clear();
+  const std::int64_t count = taken ? plan_.step.logits : plan_.step.tokens;
+  for (std::int32_t i = 0; i < count; ++i) results_.push_back({taken ? plan_.step.logit_rows[i] : i, i});
+  std::stable_sort(results_.begin(), results_.end(), [](const Result& a, const Result& b) { return a.token < b.token; });
 }
 
 // In rows times partitions.
@@ -150,24 +172,36 @@ void AttentionPlanner::schedule(Windowed& windowed, int threads) {
   windowed.early.clear();
   windowed.partials = 0;
   singles_.clear();
-  std::int64_t total = 0;
+  find_results(windowed.taken);
   const StepView& step = plan_.step;
-  for (std::int32_t s = 0; s < step.sequences; ++s) {
-    for (std::int32_t t = step.query_starts[s]; t < step.query_starts[s + 1]; ++t) {
-      const Query q = see(windowed, s, t);
+  const auto in_sequences = [&](const auto& call) {
+    const Result *first = results_.data(), *const end = first + results_.size();
+    for (std::int32_t s = 0; s < step.sequences; ++s) {
+      const Result* next = first;
+      while (next != end && next->token < step.query_starts[s + 1]) ++next;
+      call(s, first, next - first);
+      first = next;
+    }
+  };
+  std::int64_t total = 0;
+  in_sequences([&](std::int32_t s, const Result* results, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const Query q = see(windowed, s, results[i]);
       total += cost(1, end_partition(q) - first_partition(q));
     }
-  }
+  });
   target_ = total * num_kv_heads_ / (std::int64_t{threads} * kWorksPerThread);
-  for (std::int32_t s = 0; s < step.sequences; ++s) {
-    const std::int32_t first = step.query_starts[s], count = step.query_starts[s + 1] - first;
-    if (count > 1) add_tiles(windowed, s);
-    if (count != 1) continue;
-    const Query q = see(windowed, s, first);
-    const std::int32_t p = first_partition(q), end = end_partition(q);
-    singles_.push_back({s, p, end, windowed.partials - p, -1, 0});
-    windowed.partials += end - p;
-  }
+  in_sequences([&](std::int32_t s, const Result* results, std::int64_t count) {
+    const std::int32_t begin = step.query_starts[s], end = step.query_starts[s + 1];
+    if (count == 1 && end - begin == 1) {
+      const Query q = see(windowed, s, *results);
+      const std::int32_t p = first_partition(q), last = end_partition(q);
+      singles_.push_back({s, *results, p, last, windowed.partials - p, -1, 0});
+      windowed.partials += last - p;
+    } else if (!add_tiles(windowed, s, results, count)) {
+      for (std::int32_t t = begin; t < end; ++t) windowed.early.push_back(t);
+    }
+  });
   add_singles(windowed);
   // The most expensive first, so that the last ones taken are short; of equal ones the order of the step.
   std::sort(windowed.works.begin(), windowed.works.end(), [this](const Work& a, const Work& b) {
@@ -179,37 +213,49 @@ void AttentionPlanner::schedule(Windowed& windowed, int threads) {
   });
 }
 
-// Works of a sequence with several new tokens: tiles of neighbouring ones, over their context or runs of it.
-void AttentionPlanner::add_tiles(Windowed& windowed, std::int32_t sequence) {
+// Works of a sequence with several new tokens: tiles of neighbouring results, over their context or runs of it. Answers
+// whether one work does it all, and writes the keys and values.
+bool AttentionPlanner::add_tiles(Windowed& windowed, std::int32_t sequence, const Result* results, std::int64_t count) {
   const std::int32_t start = plan_.step.query_starts[sequence], last = plan_.step.query_starts[sequence + 1];
-  for (std::int32_t first = start; first < last;) {
-    const std::int32_t begin = first_partition(see(windowed, sequence, first));
+  bool every = count == last - start;  // token has one result
+  for (std::int64_t i = 0; every && i < count; ++i) every = results[i].token == start + i;
+  bool writes = false;
+  for (std::int64_t first = 0; first < count;) {
+    const std::int32_t begin = first_partition(see(windowed, sequence, results[first]));
     std::int64_t tile = std::max<std::int64_t>(1, kTileRows / queries_per_key_);
-    tile = std::min<std::int64_t>(tile, last - first);
+    tile = std::min<std::int64_t>(tile, count - first);
     std::int64_t partitions;
     for (;; tile = (tile + 1) / 2) {
-      partitions = end_partition(see(windowed, sequence, static_cast<std::int32_t>(first + tile - 1))) - begin;
+      partitions = end_partition(see(windowed, sequence, results[first + tile - 1])) - begin;
       if (cost(tile, partitions) <= target_ || tile * queries_per_key_ <= kFewestRows || tile == 1) break;
     }
     const std::int64_t run = std::clamp<std::int64_t>(target_ / cost(tile, 1), 1, partitions);
-    const bool whole = run == partitions, only = whole && tile == last - start;
+    const bool whole = run == partitions;
+    writes = whole && every && tile == count;
     const std::int64_t first_query = static_cast<std::int64_t>(windowed.queries.size());
-    for (std::int32_t t = first; t < first + tile; ++t) {
-      Query q = see(windowed, sequence, t);
+    for (std::int64_t i = first; i < first + tile; ++i) {
+      Query q = see(windowed, sequence, results[i]);
       if (!whole) {
         const std::int32_t parts = end_partition(q) - first_partition(q);
         q.partial = windowed.partials - first_partition(q);
-        windowed.merges.push_back({t, windowed.partials, parts});
+        windowed.merges.push_back({q.row, windowed.partials, parts});
         windowed.partials += parts;
       }
       windowed.queries.push_back(q);
-      if (!only) windowed.early.push_back(t);
     }
     for (std::int64_t p = begin; p < begin + partitions; p += run)
       windowed.works.push_back({first_query, tile, sequence, static_cast<std::int32_t>(p),
-                                static_cast<std::int32_t>(std::min(p + run, begin + partitions)), whole, only});
-    first += static_cast<std::int32_t>(tile);
+                                static_cast<std::int32_t>(std::min(p + run, begin + partitions)), whole, writes});
+    first += tile;
   }
+  return writes;
+}
+
+Schedule AttentionPlanner::made(const Windowed& windowed) const {
+  const auto count = [](const auto& all) { return static_cast<std::int64_t>(all.size()); };
+  return {windowed.window,        windowed.taken,         windowed.queries.data(), windowed.works.data(),
+          count(windowed.works),  windowed.merges.data(), count(windowed.merges),  windowed.early.data(),
+          count(windowed.early)};
 }
 
 // Works of the sequences with one new token: in each partition, those whose blocks there are the same go together.
@@ -241,9 +287,8 @@ void AttentionPlanner::add_singles(Windowed& windowed) {
       work.whole = work.writes = true;
       continue;
     }
-    const std::int32_t token = plan_.step.query_starts[single.sequence];
-    windowed.early.push_back(token);
-    windowed.merges.push_back({token, single.partial + single.first_partition,
+    windowed.early.push_back(single.result.token);
+    windowed.merges.push_back({single.result.row, single.partial + single.first_partition,
                                single.end_partition - single.first_partition});
   }
 }
@@ -258,7 +303,7 @@ void AttentionPlanner::add_alone(Windowed& windowed, Single& single, std::int32_
     }
   }
   const std::int64_t first_query = static_cast<std::int64_t>(windowed.queries.size());
-  windowed.queries.push_back(see(windowed, single.sequence, plan_.step.query_starts[single.sequence]));
+  windowed.queries.push_back(see(windowed, single.sequence, single.result));
   windowed.queries.back().partial = single.partial;
   single.last_work = static_cast<std::int64_t>(windowed.works.size());
   ++single.num_works;
@@ -277,7 +322,7 @@ void AttentionPlanner::add_shared(Windowed& windowed, const std::int32_t* member
     std::int32_t longest = singles_[static_cast<std::size_t>(members[begin])].sequence;
     for (std::int64_t i = begin; i < end; ++i) {
       Single& single = singles_[static_cast<std::size_t>(members[i])];
-      windowed.queries.push_back(see(windowed, single.sequence, plan_.step.query_starts[single.sequence]));
+      windowed.queries.push_back(see(windowed, single.sequence, single.result));
       windowed.queries.back().partial = single.partial;
       single.num_works += 2;  // whatever follows, there is something to merge
     }

@@ -30,9 +30,9 @@ struct StepView {
   std::int64_t tokens, sequences, logits;  // T, S, R
 };
 
-// A token of the step and the keys of its sequence that it sees: [begin, end).
+// A token of the step, the row its result goes to, and the keys of its sequence that it sees: [begin, end).
 struct Query {
-  std::int32_t token;
+  std::int32_t token, row;
   std::int32_t begin, end;
   std::int64_t partial;  // where the part of partition 0 would lie; that of partition p is `partial + p`
 };
@@ -43,18 +43,19 @@ struct Work {
   std::int32_t sequence;  // whose block table leads to the keys
   std::int32_t first_partition, end_partition;
   bool whole;   // these are all the partitions its queries see: the results are finished here, nothing is left to merge
-  bool writes;  // nobody else reads its queries' own keys and values: who does the work writes them
+  bool writes;  // its queries are all that is new of the sequence, and nobody else reads it: who does the work writes it
 };
 
 // A query whose parts were computed by several works.
 struct Merge {
-  std::int32_t token;
+  std::int32_t row;
   std::int64_t first_partial, num_partials;
 };
 
 // The works of all layers that have this window. Works are in the order in which threads should take them.
 struct Schedule {
   std::int64_t window;  // 0: none
+  bool taken;           // only tokens whose logits are wanted attend: result i is that of logit_rows[i]
   const Query* queries;
   const Work* works;
   std::int64_t num_works;
@@ -107,9 +108,9 @@ class AttentionPlanner {
   // The same table again has the same number.
   int add_rope(const float* inv_freq, std::int64_t half, float factor, std::int64_t max_positions);
 
-  // A layer that attends: makes sure of a schedule for its window (0: none) and of room for its heads.
-  // Throws std::invalid_argument, a sentence, where a head is larger than kMaxHeadDim.
-  void add_layer(int num_heads, int num_kv_heads, int head_dim, std::int64_t window);
+  // A layer that attends: makes sure of a schedule for its window (0: none) and of room for its heads. `taken`: as in
+  // Schedule. Throws std::invalid_argument, a sentence, where a head is larger than kMaxHeadDim.
+  void add_layer(int num_heads, int num_kv_heads, int head_dim, std::int64_t window, bool taken);
 
   // Plans a step for a team of `threads`; the view's arrays must last as long as the plan is used.
   // Throws std::out_of_range, a sentence, where a position is beyond a rope table.
@@ -124,8 +125,12 @@ class AttentionPlanner {
     float factor;
     std::int64_t max_positions;
   };
+  struct Result {  // one that is wanted: a token's, and where it goes
+    std::int32_t token, row;
+  };
   struct Windowed {  // a schedule and what it points into
     std::int64_t window;
+    bool taken;
     std::vector<Query> queries;
     std::vector<Work> works;
     std::vector<Merge> merges;
@@ -134,20 +139,24 @@ class AttentionPlanner {
   };
   struct Single {  // a sequence with one new token
     std::int32_t sequence;
+    Result result;
     std::int32_t first_partition, end_partition;
     std::int64_t partial;   // as in Query
     std::int64_t last_work;  // the one that ends with the partition before, its alone; -1: none
     int num_works;
   };
 
+  void find_results(bool taken);
+  bool all_are_wanted() const;
   void schedule(Windowed& windowed, int threads);
-  void add_tiles(Windowed& windowed, std::int32_t sequence);
+  Schedule made(const Windowed& windowed) const;
+  bool add_tiles(Windowed& windowed, std::int32_t sequence, const Result* results, std::int64_t count);
   void add_singles(Windowed& windowed);
   void add_alone(Windowed& windowed, Single& single, std::int32_t partition);
   void add_shared(Windowed& windowed, const std::int32_t* members, std::int64_t count, std::int32_t partition);
   void place_rotations();
 
-  Query see(const Windowed& windowed, std::int32_t sequence, std::int32_t token) const;
+  Query see(const Windowed& windowed, std::int32_t sequence, const Result& result) const;
   std::int64_t cost(std::int64_t queries, std::int64_t partitions) const;
   int compare_blocks(const Single& a, const Single& b, std::int32_t partition) const;
 
@@ -161,6 +170,7 @@ class AttentionPlanner {
   std::vector<Windowed> windowed_;
   std::vector<Schedule> schedules_;
   std::vector<Rotation> rotations_;
+  std::vector<Result> results_;  // those wanted of the schedule that is being made, in the order of tokens
   std::vector<Single> singles_;
   std::vector<std::int32_t> order_;
   Scratch angles_, partials_, tiles_;

@@ -226,8 +226,8 @@ void Program::check_fit(const Instruction& instruction) const {
             const std::int64_t queries = std::int64_t{op.num_heads} * op.head_dim;
             const std::int64_t keys = std::int64_t{op.num_kv_heads} * op.head_dim;
             made(op.out, queries);
-            for (const Value* v :
-                 {&floats(op.q, queries), &floats(op.k, keys), &floats(op.v, keys), &floats(op.out, queries)}) {
+            floats(op.out, queries);
+            for (const Value* v : {&floats(op.q, queries), &floats(op.k, keys), &floats(op.v, keys)}) {
               require(v->rows == Rows::tokens, "attention is of tokens");
             }
             require(op.rope < 0 || 2 * size_of(ropes_[static_cast<std::size_t>(op.rope)].inv_freq) <= op.head_dim,
@@ -320,7 +320,7 @@ void Program::prepare_planner(int block_size) {
   }
   for (const Instruction& instruction : instructions_) {
     if (const auto* op = std::get_if<Attention>(&instruction)) {
-      planner->add_layer(op->num_heads, op->num_kv_heads, op->head_dim, op->window);
+      planner->add_layer(op->num_heads, op->num_kv_heads, op->head_dim, op->window, takes(*op));
     }
   }
   planner_ = std::move(planner);
@@ -486,6 +486,7 @@ void Program::execute(const Run& run, Team& team, int thread) noexcept {
             .window = op.window,
             .softcap = op.softcap,
             .rope = op.rope < 0 ? -1 : planned_ropes_[static_cast<std::size_t>(op.rope)],
+            .taken = takes(op),
             .out = f32(op.out),
             .out_stride = stride(op.out),
         };

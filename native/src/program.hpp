@@ -72,7 +72,7 @@ struct Attention {
   std::int64_t window;  // 0: none
   float softcap;        // 0: none
   int rope;             // what add_rope answered; -1: none
-  int out;
+  int out;              // of all tokens, or of those alone whose logits are wanted
 };
 struct Barrier {};  // every thread waits for all others
 using Instruction = std::variant<Barrier, Linear, Embed, Norm, Map, Convert, Attention>;
@@ -144,6 +144,7 @@ class Program {
   const Value& value(int number) const;
   const Value& made(int number, std::int64_t columns) const;
   const Value& floats(int number, std::int64_t columns) const;
+  bool takes(const Attention& op) const { return value(op.out).rows == Rows::logits; }
   void check_fit(const Instruction& instruction) const;
   bool check_run(const Run& run) const;  // whether it attends
   void prepare_planner(int block_size);

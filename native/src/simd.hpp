@@ -137,6 +137,7 @@ OCTAVO_INLINE I widen(H v) { return __builtin_convertvector(v, I); }
 // An integer n with |n| < 2^22 is held biased as the bits of the float kBias + n: sums of integers that begin at the bits
 // of kBias are read as floats without being converted.
 constexpr float kBias = 12582912.0f;  // 1.5 * 2^23
+constexpr std::int32_t kBiasBits = 0x4b400000;
 
 // Nearest integer, ties to even; |x| < 2^22.
 OCTAVO_INLINE I round_to_int(F x) {
@@ -209,6 +210,8 @@ OCTAVO_INLINE F times_biased(I n, F scale, [[maybe_unused]] F unbias) {
 // Of a NaN and a number, the second argument.
 OCTAVO_INLINE F max(F a, F b) { return a > b ? a : b; }
 OCTAVO_INLINE F min(F a, F b) { return a < b ? a : b; }
+// The one whose bits are the greater number: of sizes the larger, and NaN above all.
+OCTAVO_INLINE F greater_bits(F a, F b) { return as_int(a) > as_int(b) ? a : b; }
 OCTAVO_INLINE F abs(F a) { return as_float(as_int(a) & set1((std::int32_t)0x7fffffff)); }
 
 OCTAVO_INLINE float reduce_add(F v) {
@@ -251,6 +254,27 @@ OCTAVO_INLINE std::int32_t reduce_max(I v) {
   for (int i = 1; i < W; ++i) top = most(top, v[i]);
   return top;
 #endif
+}
+
+// N vectors, a power of two up to W, each brought to one number: lane i is that of vector i % N. The same tree of
+// operations, which must be commutative, whatever N.
+template <int N, class Op>
+OCTAVO_INLINE F reduce_each(const F (&v)[N], const Op& op, int far = 1) {
+  if constexpr (N == 1) {
+    F all = v[0];
+#pragma GCC unroll 4
+    for (; far < W; far *= 2) all = op(all, across(all, far));
+    return all;
+  } else {
+    const I odd = (lanes() & far) != 0;
+    F half[N / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; ++i) {
+      const F &a = v[2 * i], &b = v[2 * i + 1];
+      half[i] = op(odd ? b : a, across(odd ? a : b, far));
+    }
+    return reduce_each(half, op, 2 * far);
+  }
 }
 
 constexpr float kLog2e = 1.44269504088896341f;  // of e

@@ -23,6 +23,7 @@ struct Shape {
   std::int64_t window = 0;
   float softcap = 0.0f;
   int rotated = 64;  // dimensions; 0: none
+  bool spiky = false;  // of a head's queries and keys only one dimension is not 0: mixed, all are as large
 };
 
 // Tokens [begin, end) of a sequence, computed in one step.
@@ -58,7 +59,7 @@ inline std::vector<double> round_to(KvType type, const std::vector<float>& row) 
   return rounded;
 }
 
-// Sequences of random queries, keys and values. The first `shared` tokens of all are those of sequence 0.
+// Sequences of random queries, keys and values. The first `shared` tokens of all, whole blocks, are those of sequence 0.
 class Case {
  public:
   Case(const Shape& shape, std::vector<int> lengths, int shared, unsigned seed)
@@ -73,6 +74,9 @@ class Case {
       q_.push_back(fill(shape_.num_kv_heads * shape_.group, 2.0f));
       k_.push_back(fill(shape_.num_kv_heads, 1.0f));
       v_.push_back(fill(shape_.num_kv_heads, 1.0f));
+      for (auto* const rows : {&q_, &k_})
+        for (std::size_t i = 0; shape_.spiky && i < rows->back().size(); ++i)
+          rows->back()[i] *= i % static_cast<std::size_t>(shape_.head_dim) == 1 ? 5.0f : 0.0f;
       if (s == 0) continue;
       std::copy_n(q_[0].begin(), shared_ * query_width(), q_[s].begin());
       std::copy_n(k_[0].begin(), shared_ * key_width(), k_[s].begin());
@@ -84,15 +88,17 @@ class Case {
 
   // Runs the steps on a fresh cache and returns the outputs, NaN where no step computed them.
   // `fork`: the blocks of the shared tokens are one another's, not copies.
-  std::vector<std::vector<float>> run(const Steps& steps, int threads, bool fork) {
+  // `taken`: only each piece's last token attends, as in a layer that nothing but the head comes after.
+  std::vector<std::vector<float>> run(const Steps& steps, int threads, bool fork, bool taken = false) {
     make_cache(fork);
     std::vector<std::vector<float>> out;
     for (const auto& q : q_) out.emplace_back(q.size(), NAN);
     AttentionPlanner planner(shape_.block_size);
     const int heads = shape_.num_kv_heads * shape_.group;
     const int rope = shape_.rotated ? planner.add_rope(inv_freq_.data(), shape_.rotated / 2, 1.25f, 1 << 20) : -1;
-    planner.add_layer(heads, shape_.num_kv_heads, shape_.head_dim, shape_.window);
-    for (const std::vector<Piece>& pieces : steps) step(planner, rope, pieces, threads, out);
+    for (const bool last : {false, true})
+      planner.add_layer(heads, shape_.num_kv_heads, shape_.head_dim, shape_.window, last);
+    for (const std::vector<Piece>& pieces : steps) step(planner, rope, pieces, threads, taken, out);
     return out;
   }
 
@@ -218,10 +224,10 @@ class Case {
     num_blocks_ = blocks;
   }
 
-  void step(AttentionPlanner& planner, int rope, const std::vector<Piece>& pieces, int threads,
+  void step(AttentionPlanner& planner, int rope, const std::vector<Piece>& pieces, int threads, bool taken,
             std::vector<std::vector<float>>& out) {
     const int size = shape_.block_size;
-    std::vector<std::int32_t> positions, slots, starts{0}, lens, tables;
+    std::vector<std::int32_t> positions, slots, starts{0}, lens, tables, wanted;
     std::size_t longest = 0;
     for (const auto& table : tables_) longest = std::max(longest, table.size());
     std::vector<float> q, k, v;
@@ -239,6 +245,7 @@ class Case {
         row(v, v_[at(piece.sequence)], key_width());
       }
       starts.push_back(starts.back() + piece.end - piece.begin);
+      wanted.push_back(starts.back() - 1);
       lens.push_back(piece.end);
       for (std::size_t b = 0; b < longest; ++b) {
         const bool own = b < table.size() && static_cast<int>(b) * size < piece.end;
@@ -248,8 +255,8 @@ class Case {
     }
     const std::int64_t tokens = starts.back();
     const StepView view{nullptr, positions.data(), slots.data(), starts.data(), lens.data(), tables.data(),
-                        static_cast<std::int64_t>(longest), nullptr, tokens,
-                        static_cast<std::int64_t>(pieces.size()), 0};
+                        static_cast<std::int64_t>(longest), wanted.data(), tokens,
+                        static_cast<std::int64_t>(pieces.size()), static_cast<std::int64_t>(wanted.size())};
     AttentionPlan* plan = planner.begin(view, threads);
     const std::int64_t stride = query_width() + 5;
     std::vector<float> result(static_cast<std::size_t>(tokens * stride), NAN);
@@ -259,7 +266,7 @@ class Case {
                                        shape_.head_dim},
                              .layer = 1, .plan = plan, .num_heads = shape_.num_kv_heads * shape_.group,
                              .num_kv_heads = shape_.num_kv_heads, .head_dim = shape_.head_dim, .scale = scale(),
-                             .window = shape_.window, .softcap = shape_.softcap, .rope = rope,
+                             .window = shape_.window, .softcap = shape_.softcap, .rope = rope, .taken = taken,
                              .out = result.data(), .out_stride = stride};
     Team team(threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
@@ -270,7 +277,7 @@ class Case {
     }
     const float* row = result.data();
     for (const Piece& piece : pieces)
-      for (int t = piece.begin; t < piece.end; ++t, row += stride)
+      for (int t = taken ? piece.end - 1 : piece.begin; t < piece.end; ++t, row += stride)
         std::copy_n(row, query_width(), out[at(piece.sequence)].begin() + t * query_width());
   }
 

@@ -54,10 +54,12 @@ Steps last_together(const std::vector<int>& lengths, int shared, bool fork) {
 
 void compare(const Shape& shape, const std::vector<std::vector<float>>& left,
              const std::vector<std::vector<float>>& right, const std::string& what) {
-  for (std::size_t s = 0; s < left.size(); ++s)
+  for (std::size_t s = 0; s < left.size(); ++s) {
+    if (std::isnan(right[s].back())) return fail(shape, what + ": sequence " + std::to_string(s) + " has no last token");
     for (std::size_t i = 0; i < left[s].size(); ++i)
       if (!std::isnan(right[s][i]) && std::memcmp(&left[s][i], &right[s][i], 4) != 0)
         return fail(shape, what + ": sequence " + std::to_string(s) + " element " + std::to_string(i));
+  }
 }
 
 void check(const Shape& shape, const std::vector<int>& lengths, int shared, unsigned seed) {
@@ -83,7 +85,9 @@ void check(const Shape& shape, const std::vector<int>& lengths, int shared, unsi
   }
   compare(shape, whole, test.run(chunks(lengths, 1 << 20, 0, false), 1, false), "one thread");
   compare(shape, whole, test.run(chunks(lengths, 37, 0, false), 3, false), "chunks of 37, three threads");
+  compare(shape, whole, test.run(chunks(lengths, 37, 0, false), 3, false, true), "the last token of each chunk of 37");
   compare(shape, whole, test.run(last_together(lengths, shared, false), 2, false), "the last tokens together");
+  compare(shape, whole, test.run(last_together(lengths, shared, true), 2, true, true), "shared blocks, last tokens only");
   compare(shape, whole, test.run(last_together(lengths, shared, true), 2, true), "shared blocks");
   compare(shape, whole, test.run(chunks(lengths, 20, shared, true), 1, true), "shared blocks in chunks of 20");
   Steps alone;
@@ -123,7 +127,9 @@ int main_(int argc, char** argv) {
   for (const KvType type : {KvType::bf16, KvType::f16, KvType::f32, KvType::int8}) {
     // So many samples of one prompt that their rows are more than walk together; and heads that are, on one key's.
     check({.type = type, .group = 3, .head_dim = 32, .rotated = 32}, std::vector<int>(48, 262), 256, 1);
-    check({.type = type, .group = 150, .head_dim = 16, .rotated = 16}, {40, 70}, 30, 2);
+    check({.type = type, .group = 150, .head_dim = 16, .rotated = 16}, {40, 70}, 32, 2);
+    for (const int head_dim : {64, 256, kMaxHeadDim})
+      check({.type = type, .group = 3, .head_dim = head_dim, .rotated = 0, .spiky = true}, {300, 70}, 32, 3);
   }
   std::printf("%d cases, %d failures\n", cases, failures);
   return failures ? 1 : 0;

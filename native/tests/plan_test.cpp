@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -21,12 +22,21 @@ void expect(bool right, const char* what) {
 }
 
 struct Step {
-  std::vector<std::int32_t> positions, slots, starts{0}, lens, tables;
+  std::vector<std::int32_t> positions, slots, starts{0}, lens, tables, logit_rows;
   std::int64_t stride = 0;
 
   StepView view() const {
-    return {nullptr, positions.data(), slots.data(), starts.data(), lens.data(), tables.data(), stride, nullptr,
-            starts.back(), static_cast<std::int64_t>(lens.size()), 0};
+    return {nullptr, positions.data(), slots.data(), starts.data(), lens.data(), tables.data(), stride,
+            logit_rows.data(), starts.back(), static_cast<std::int64_t>(lens.size()),
+            static_cast<std::int64_t>(logit_rows.size())};
+  }
+
+  // The tokens that attend, in the order of their results.
+  std::vector<std::int32_t> attending(const Schedule& schedule) const {
+    if (schedule.taken) return logit_rows;
+    std::vector<std::int32_t> all(positions.size());
+    std::iota(all.begin(), all.end(), 0);
+    return all;
   }
 };
 
@@ -50,36 +60,40 @@ Step make(const std::vector<std::pair<int, int>>& sequences, int shared, int blo
 }
 
 void check_cover(const Step& step, const Schedule& schedule) {
-  std::map<std::int32_t, std::multiset<std::int32_t>> seen;  // partitions of each token
+  const std::vector<std::int32_t> tokens = step.attending(schedule);
+  std::map<std::int32_t, std::multiset<std::int32_t>> seen;  // partitions of each result, by its row
   std::map<std::int32_t, std::set<std::int64_t>> parts;
   std::set<std::int32_t> whole;
   for (std::int64_t w = 0; w < schedule.num_works; ++w) {
     const Work& work = schedule.works[w];
     for (std::int64_t i = 0; i < work.num_queries; ++i) {
       const Query& query = schedule.queries[work.first_query + i];
-      if (work.whole) expect(whole.insert(query.token).second, "a result is finished once");
+      const bool known = 0 <= query.row && query.row < static_cast<std::int64_t>(tokens.size());
+      expect(known && tokens[static_cast<std::size_t>(query.row)] == query.token, "a result is that of its row's token");
+      if (work.whole) expect(whole.insert(query.row).second, "a result is finished once");
       for (std::int32_t p = work.first_partition; p < work.end_partition; ++p) {
         if (query.end <= p * kPartition || query.begin >= (p + 1) * kPartition) continue;
-        seen[query.token].insert(p);
-        if (!work.whole) expect(parts[query.token].insert(query.partial + p).second, "a part has a place of its own");
+        seen[query.row].insert(p);
+        if (!work.whole) expect(parts[query.row].insert(query.partial + p).second, "a part has a place of its own");
       }
     }
   }
   for (std::int64_t m = 0; m < schedule.num_merges; ++m) {
     const Merge& merge = schedule.merges[m];
-    expect(!whole.count(merge.token), "a finished result is not merged");
+    expect(!whole.count(merge.row), "a finished result is not merged");
     std::set<std::int64_t> places;
     for (std::int64_t i = 0; i < merge.num_partials; ++i) places.insert(merge.first_partial + i);
-    expect(places == parts[merge.token], "what is merged is what was computed");
-    parts.erase(merge.token);
+    expect(places == parts[merge.row], "what is merged is what was computed");
+    parts.erase(merge.row);
   }
-  for (const auto& [token, places] : parts) expect(places.empty(), "every part is merged");
-  for (std::size_t t = 0; t < step.positions.size(); ++t) {
-    const std::int64_t end = step.positions[t] + 1;
+  for (const auto& [row, places] : parts) expect(places.empty(), "every part is merged");
+  expect(seen.size() == tokens.size(), "each token that attends has a result, and no other");
+  for (std::size_t row = 0; row < tokens.size(); ++row) {
+    const std::int64_t end = step.positions[static_cast<std::size_t>(tokens[row])] + 1;
     const std::int64_t begin = schedule.window ? std::max<std::int64_t>(0, end - schedule.window) : 0;
     std::multiset<std::int32_t> right;
     for (std::int64_t p = begin / kPartition; p * kPartition < end; ++p) right.insert(static_cast<std::int32_t>(p));
-    expect(seen[static_cast<std::int32_t>(t)] == right, "each partition in sight is looked at once");
+    expect(seen[static_cast<std::int32_t>(row)] == right, "each partition in sight is looked at once");
   }
 }
 
@@ -112,13 +126,22 @@ void random_steps() {
       const int fresh = random() % 3 ? 1 : 1 + static_cast<int>(random() % 400) % (context - shared);
       sequences.emplace_back(context, fresh);
     }
-    const Step step = make(sequences, shared, block_size);
+    Step step = make(sequences, shared, block_size);
+    // Of no token, of all, or of some, in any order, one perhaps twice.
+    for (std::size_t t = 0; seed % 4 > 0 && t < step.positions.size(); ++t)
+      for (unsigned n = seed % 4 == 1 ? 1 : random() % 8 / 6; n > 0; --n)
+        step.logit_rows.push_back(static_cast<std::int32_t>(t));
+    if (seed % 4 == 2) std::shuffle(step.logit_rows.begin(), step.logit_rows.end(), random);
+    if (seed % 4 == 3 && !step.logit_rows.empty()) step.logit_rows.push_back(step.logit_rows.back());
     AttentionPlanner planner(block_size);
-    planner.add_layer(9, 3, 64, 0);
-    planner.add_layer(9, 3, 64, 1 + static_cast<std::int64_t>(random() % 700));
+    const std::int64_t window = 1 + static_cast<std::int64_t>(random() % 700);
+    planner.add_layer(9, 3, 64, 0, false);
+    planner.add_layer(9, 3, 64, window, false);
+    planner.add_layer(9, 3, 64, 0, true);
+    planner.add_layer(9, 3, 64, window, true);
     for (int threads : {1, 2, 16}) {
       const AttentionPlan* plan = planner.begin(step.view(), threads);
-      expect(plan->num_schedules == 2, "each window has a schedule");
+      expect(plan->num_schedules == 4, "each window has a schedule, and another of the tokens whose logits are wanted");
       for (int i = 0; i < plan->num_schedules; ++i) {
         check_cover(step, plan->schedules[i]);
         check_writes(step, plan->schedules[i]);
@@ -130,7 +153,7 @@ void random_steps() {
 void shared_prefix_is_read_once() {
   const Step step = make(std::vector<std::pair<int, int>>(32, {1088, 1}), 1024, 16);
   AttentionPlanner planner(16);
-  planner.add_layer(9, 3, 64, 0);
+  planner.add_layer(9, 3, 64, 0, false);
   const Schedule& schedule = planner.begin(step.view(), 2)->schedules[0];
   std::int64_t shared = 0, alone = 0;
   for (std::int64_t w = 0; w < schedule.num_works; ++w) {
@@ -144,7 +167,7 @@ void shared_prefix_is_read_once() {
 double imbalance(const std::vector<std::pair<int, int>>& sequences, int threads) {
   const Step step = make(sequences, 0, 16);
   AttentionPlanner planner(16);
-  planner.add_layer(9, 3, 64, 0);
+  planner.add_layer(9, 3, 64, 0, false);
   const Schedule& schedule = planner.begin(step.view(), threads)->schedules[0];
   std::vector<std::int64_t> load(static_cast<std::size_t>(threads));
   std::int64_t total = 0;
@@ -171,7 +194,7 @@ void far_positions_are_refused() {
   const Step step = make({{100, 1}}, 0, 16);
   AttentionPlanner planner(16);
   const float inv_freq[] = {1.0f, 0.1f};
-  planner.add_layer(1, 1, 4, 0);
+  planner.add_layer(1, 1, 4, 0, false);
   expect(planner.add_rope(inv_freq, 2, 1.0f, 100) == 0 && planner.add_rope(inv_freq, 2, 1.0f, 99) == 1 &&
              planner.add_rope(inv_freq, 2, 1.0f, 100) == 0,
          "a table has one number");

@@ -24,7 +24,7 @@ from octavo import models
 from octavo.errors import ModelError
 from octavo.loading.checkpoint import load_checkpoint
 from octavo.ops import reference
-from octavo.ops.interface import CacheLayout, StepInput
+from octavo.ops.interface import AttentionSpec, CacheLayout, StepInput
 from octavo.ops.native import NativeOps, RopeTable, run_step
 from octavo.ops.native_fusion import fuse
 from octavo.ops.native_layout import lay_out
@@ -215,6 +215,23 @@ def test_an_embedding_is_scaled_as_it_is_read() -> None:
     none, starts = np.zeros(0, np.int32), np.zeros(1, np.int32)
     step = StepInput(ids, ids, ids, starts, none, np.zeros((0, 0), np.int32), none)
     np.testing.assert_array_equal(run_step(program, [], step, None), OPS.embed(weight, ids) * np.float32(3))
+
+
+def test_only_the_rows_that_are_taken_attend() -> None:
+    trace, spec = Trace(), AttentionSpec(2, 1, WIDTH // 2, 1.0)
+    q, k, v = (trace.input(width) for width in (WIDTH, WIDTH // 2, WIDTH // 2))
+    attended = OPS.attention(q, k, v, None, 0, None, spec)
+    out = OPS.take_rows(attended, Ids(trace, "logit_rows"))
+    fuse(trace, out)
+    assert ops_of(trace) == ["attention"]
+    assert trace.instructions[0].out is out
+    assert out.rows == "logits"
+    trace = Trace()
+    q, k, v = (trace.input(width) for width in (WIDTH, WIDTH // 2, WIDTH // 2))
+    attended = OPS.attention(q, k, v, None, 0, None, spec)
+    OPS.take_rows(attended, Ids(trace, "logit_rows"))
+    fuse(trace, attended)  # the caller reads it
+    assert ops_of(trace) == ["attention", "take_rows"]
 
 
 def test_nothing_is_rewritten_that_somebody_else_reads() -> None:
@@ -578,6 +595,26 @@ def test_a_model_that_the_kernels_cannot_compute_is_refused_as_it_is_loaded(
     monkeypatch.setattr(NativeOps, "rope_table", lambda self, inv_freq, n, *, factor=1.0: RopeTable(normal(40), n, 1.0))
     with pytest.raises(ModelError, match="more dimensions are rotated than a head has"):
         models.build(pair("llama")[1], NativeOps("f32", 1))
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "int8"])
+@pytest.mark.parametrize("name", small.MODELS)
+def test_rows_that_nobody_wants_change_no_bit_of_others_or_of_what_follows(name: str, kv_type: Any, pair: Any) -> None:
+    """Of a last layer they only leave keys and values behind, which the next step reads."""
+    ops = NativeOps(kv_type, 2)
+    model = models.build(pair(name)[1], ops)
+    sequences = prompts((45, 1, 23))
+    tables, blocks = scattered_tables([46, 2, 24], 4, 0)
+    hidden, after = [], []
+    wanted = [68, 3, 45, 3, 44]  # in any order, one of them twice
+    for rows in (None, wanted, []):
+        cache = nan_cache(model, blocks, 4, ops)
+        hidden.append(model.forward(step_of([(tokens, 0) for tokens in sequences], tables, 4, rows=rows), cache))
+        after.append(model.forward(step_of([([1], len(tokens)) for tokens in sequences], tables, 4), cache))
+    np.testing.assert_array_equal(hidden[1], hidden[0][wanted])
+    assert np.isfinite(after[0]).all()
+    np.testing.assert_array_equal(after[1], after[0])
+    np.testing.assert_array_equal(after[2], after[0])
 
 
 def test_no_rows_may_be_wanted(pair: Any) -> None:

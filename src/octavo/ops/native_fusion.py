@@ -61,4 +61,11 @@ def scale_embedding(producer: Instruction, reader: Instruction) -> Instruction |
     return Instruction("embed", producer.reads, reader.out, {**producer.settings, "factor": factor})
 
 
-_REWRITES: tuple[Rewrite, ...] = (add_to_product, gate_in_product, scale_embedding)
+def take_in_attention(producer: Instruction, reader: Instruction) -> Instruction | None:
+    """take_rows(attention(q, k, v)), as in a last layer: only rows wanted attend, yet all keys and values are kept."""
+    if reader.op != "take_rows" or producer.op != "attention":
+        return None
+    return Instruction("attention", producer.reads, reader.out, producer.settings)
+
+
+_REWRITES: tuple[Rewrite, ...] = (add_to_product, gate_in_product, scale_embedding, take_in_attention)
