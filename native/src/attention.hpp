@@ -1002,7 +1002,8 @@ void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t 
 
 // --- rows and a partition of bytes ----------------------------------------------------------------------------------
 // Sums of bytes' products are exact in integers, and scores, below 2^24, in float32 too. Weighted values are added with
-// their bias still on, and lose a unit or two: a hundredth of what they lost when weights were rounded.
+// their bias still on, and lose two units or three, ten at most: a few hundredths of what they lost when weights were
+// rounded to bytes.
 
 // Chunks whose weights are rounded together, to multiples of a 255th of a row's largest among them: beside a token that
 // has nearly all the weight, many that have little each vanish, and the fewer share its fate the better. With 64 tokens

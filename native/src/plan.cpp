@@ -157,6 +157,7 @@ void AttentionPlanner::find_results(bool taken) {
   results_.clear();
   const std::int64_t count = taken ? plan_.step.logits : plan_.step.tokens;
   for (std::int32_t i = 0; i < count; ++i) results_.push_back({taken ? plan_.step.logit_rows[i] : i, i});
+  if (!taken) return;
   std::stable_sort(results_.begin(), results_.end(), [](const Result& a, const Result& b) { return a.token < b.token; });
 }
 

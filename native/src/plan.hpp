@@ -52,7 +52,7 @@ struct Merge {
   std::int64_t first_partial, num_partials;
 };
 
-// The works of all layers that have this window. Works are in the order in which threads should take them.
+// The works of all layers that have this window, or of those whose results are `taken`. Works are in the order in which threads should take them.
 struct Schedule {
   std::int64_t window;  // 0: none
   bool taken;           // only tokens whose logits are wanted attend: result i is that of logit_rows[i]
@@ -61,7 +61,7 @@ struct Schedule {
   std::int64_t num_works;
   const Merge* merges;
   std::int64_t num_merges;
-  const std::int32_t* early;  // tokens whose keys and values several works read: written before any of these begins
+  const std::int32_t* early;  // tokens whose keys and values no work writes: written before any of them begins
   std::int64_t num_early;
 };
 
@@ -137,7 +137,7 @@ class AttentionPlanner {
     std::vector<std::int32_t> early;
     std::int64_t partials;
   };
-  struct Single {  // a sequence with one new token
+  struct Single {  // a sequence with one new token, which attends
     std::int32_t sequence;
     Result result;
     std::int32_t first_partition, end_partition;

@@ -209,7 +209,8 @@ void Program::check_fit(const Instruction& instruction) const {
           [&](const Map& op) {
             const Value& out = made(op.out, value(op.out).columns);
             const Value& x = floats(op.x, op.kind == MapArgs::Kind::gated ? 2 * out.columns : out.columns);
-            const bool taken = op.rows == Source::logit_rows && out.rows == Rows::logits;
+            const bool taken =
+                op.rows == Source::logit_rows && x.rows == Rows::tokens && out.rows == Rows::logits;
             require(op.rows == Source::none ? x.rows == out.rows : taken, "rows are kept, or taken where wanted");
             require((op.kind == MapArgs::Kind::add) == (op.y >= 0), "a sum, and nothing else, has two summands");
             require(op.y < 0 || floats(op.y, out.columns).rows == out.rows, "a sum is of equal rows");

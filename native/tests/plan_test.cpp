@@ -123,7 +123,8 @@ void random_steps() {
     std::vector<std::pair<int, int>> sequences;
     for (unsigned n = 1 + random() % 20; sequences.size() < n;) {
       const int context = shared + 1 + static_cast<int>(random() % 900);
-      const int fresh = random() % 3 ? 1 : 1 + static_cast<int>(random() % 400) % (context - shared);
+      const int some = 1 + static_cast<int>(random() % 400) % (context - shared);
+      const int fresh = random() % 3 ? 1 : random() % 8 ? some : 0;
       sequences.emplace_back(context, fresh);
     }
     Step step = make(sequences, shared, block_size);

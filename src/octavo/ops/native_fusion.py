@@ -63,7 +63,9 @@ def scale_embedding(producer: Instruction, reader: Instruction) -> Instruction |
 
 def take_in_attention(producer: Instruction, reader: Instruction) -> Instruction | None:
     """take_rows(attention(q, k, v)), as in a last layer: only rows wanted attend, yet all keys and values are kept."""
-    if reader.op != "take_rows" or producer.op != "attention":
+    if reader.op != "take_rows" or producer.op != "attention" or producer.out.rows != "tokens":
+        return None
+    if reader.settings["rows"].source != "logit_rows":
         return None
     return Instruction("attention", producer.reads, reader.out, producer.settings)
 
