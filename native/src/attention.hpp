@@ -1173,7 +1173,7 @@ struct ByteRows {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < C; ++v) dots[r][v] = set1(kBiasBits);
+        for (int v = 0; v < C; ++v) dots[r][v] = as_int(set1(kBias));
       for (int i = c; i < stop; ++i) {
         const std::uint8_t* const values = keys.value[i] + d * Int8::step;
         const std::uint8_t* const next = keys.next[i] + d / W * keys.key_stride;

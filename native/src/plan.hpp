@@ -52,7 +52,8 @@ struct Merge {
   std::int64_t first_partial, num_partials;
 };
 
-// The works of all layers that have this window, or of those whose results are `taken`. Works are in the order in which threads should take them.
+// The works of all layers that have this window and are, or are not, `taken`. Works are in the order in which threads
+// should take them.
 struct Schedule {
   std::int64_t window;  // 0: none
   bool taken;           // only tokens whose logits are wanted attend: result i is that of logit_rows[i]

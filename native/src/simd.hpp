@@ -137,7 +137,6 @@ OCTAVO_INLINE I widen(H v) { return __builtin_convertvector(v, I); }
 // An integer n with |n| < 2^22 is held biased as the bits of the float kBias + n: sums of integers that begin at the bits
 // of kBias are read as floats without being converted.
 constexpr float kBias = 12582912.0f;  // 1.5 * 2^23
-constexpr std::int32_t kBiasBits = 0x4b400000;
 
 // Nearest integer, ties to even; |x| < 2^22.
 OCTAVO_INLINE I round_to_int(F x) {
