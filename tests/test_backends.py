@@ -38,7 +38,8 @@ def test_the_kernels_are_taken_with_the_threads_and_types_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("isa", "kv_type"), [("avx512", "int8"), ("amx", "int8"), ("avx2", "bf16"), ("portable", "bf16")]
+    ("isa", "kv_type"),
+    [("avx512", "int8"), ("avx512_bf16", "int8"), ("amx", "int8"), ("avx2", "bf16"), ("portable", "bf16")],
 )
 def test_keys_and_values_are_bytes_where_those_are_multiplied_fast(
     isa: str, kv_type: str, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@
 // (online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; FlashAttention: Dao et al. 2022, arXiv:2205.14135).
 //
 // Every number is one chain of operations that depends on the query, its keys and their places in the context alone:
-// a product is summed dimension by dimension or token by token in one lane, hidden keys add exactly 0, and lanes are
+// a product is summed dimension by dimension or token by token, or pair by pair, in one lane, hidden keys add exactly 0, and lanes are
 // added in a fixed order. So a result has the same bits in any batch, chunk, tile and team.
 #pragma once
 #include "kernels.hpp"
@@ -40,23 +40,43 @@ OCTAVO_INLINE void store_up_to(float* p, F v, std::int64_t n) {
 }
 
 // --- element types --------------------------------------------------------------------------------------------------
-// What a block holds, `step` of them in a lane. Products of floats are of float32: on the Intel cores that have it, the
-// dot product of bf16 pairs is slower than two FMAs, and it would round queries and weights.
+// What a block holds, `step` of them in a lane. Of floats a product takes `parts` of the step, each with a factor of a
+// query or a weight, where float32s lie; or where those are rounded as the block's are (`rounds`), the bytes of some.
 
-struct Bf16 {
-  static constexpr bool scaled = false;
-  using Stored = std::uint16_t;
-  static constexpr std::int32_t beyond = 0x7f7f8000;  // bits of the least number that is rounded to infinity
-  static constexpr int step = 2;
-  static OCTAVO_INLINE F part(const Stored* p, int i) {
+// Products of float32. On Intel's cores they are faster than the dot products of bf16 pairs, and exact.
+struct Widened {
+  static constexpr bool scaled = false, rounds = false;
+  static OCTAVO_INLINE F product(F sum, F part, const float* factor) { return fma(set1(*factor), part, sum); }
+};
+
+#if defined(__AVX512BF16__)
+struct Bf16Products {
+  static constexpr bool scaled = false, rounds = true;
+  static constexpr int parts = 1;
+  static OCTAVO_INLINE I part(const std::uint16_t* p, int) { return load_as<I>(p); }
+  static OCTAVO_INLINE F product(F sum, I part, const float* factor) {
+    return dot_bf16(sum, set1(load_as<std::int32_t>(factor)), part);
+  }
+};
+#else
+struct Bf16Products : Widened {
+  static constexpr int parts = 2;
+  static OCTAVO_INLINE F part(const std::uint16_t* p, int i) {
     const I pairs = load_as<I>(p);
     return as_float(i == 0 ? pairs << 16 : pairs & set1(static_cast<std::int32_t>(0xffff0000)));
   }
+};
+#endif
+
+struct Bf16 : Bf16Products {
+  using Stored = std::uint16_t;
+  static constexpr std::int32_t beyond = 0x7f7f8000;  // bits of the least number that is rounded to infinity
+  static constexpr int step = 2;
   static OCTAVO_INLINE void put(Stored* p, F x) { store_as(p, to_bf16(x)); }
 };
 
-struct F16 {
-  static constexpr bool scaled = false;
+struct F16 : Widened {
+  static constexpr int parts = 1;
   using Stored = std::uint16_t;
   static constexpr std::int32_t beyond = 0x477ff000;
   static constexpr int step = 1;
@@ -64,8 +84,8 @@ struct F16 {
   static OCTAVO_INLINE void put(Stored* p, F x) { store_as(p, to_f16(x)); }
 };
 
-struct F32 {
-  static constexpr bool scaled = false;
+struct F32 : Widened {
+  static constexpr int parts = 1;
   using Stored = float;
   static constexpr std::int32_t beyond = 0x7f800000;
   static constexpr int step = 1;
@@ -78,7 +98,7 @@ struct F32 {
 // queries are mixed before they are rounded.
 struct Int8 {
   using Stored = std::uint8_t;
-  static constexpr bool scaled = true;
+  static constexpr bool scaled = true, rounds = true;
   static constexpr int step = 4;
 };
 
@@ -305,6 +325,13 @@ OCTAVO_INLINE void turn_query(const AttentionArgs& a, std::int64_t token, std::i
       mix(turned, dim);
       round_query(turned, dim, static_cast<int>(i % kRows), rows);
     });
+  } else if constexpr (T::rounds) {
+    with_head(a.head_dim, rotation_of(a, token), [&](std::int64_t dim, const Rotation& by) __attribute__((always_inline)) {
+      float turned[kMaxHeadDim + W];
+      rotate(query, dim, by, turned);
+      auto* const row = reinterpret_cast<typename T::Stored*>(queries + i * wide);
+      for (std::int64_t d = 0; d < dim; d += W) T::put(row + d, load(turned + d));
+    });
   } else {
     rotate(query, a.head_dim, rotation_of(a, token), queries + i * wide);
   }
@@ -527,15 +554,15 @@ OCTAVO_INLINE void multiply(F (&sum)[R][C], const float* const (&rows)[R],
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) __builtin_prefetch(ahead.line[c] + k * ahead.stride, 0, 2);
 #pragma GCC unroll 2
-    for (int i = 0; i < T::step; ++i) {
-      F b[C];
+    for (int i = 0; i < T::parts; ++i) {
+      decltype(T::part(columns[0], 0)) b[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) b[c] = T::part(columns[c] + k * stride, i);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const F a = set1(rows[r][k * T::step + i]);
+        const float* const factor = rows[r] + k * T::parts + i;
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) sum[r][c] = fma(a, b[c], sum[r][c]);
+        for (int c = 0; c < C; ++c) sum[r][c] = T::product(sum[r][c], b[c], factor);
       }
     }
   }
@@ -674,8 +701,8 @@ OCTAVO_INLINE Heights<R> find_heights(float* scores, const Sight<R>& sight, cons
 }
 
 // Turns the rows' products into weights relative to each row's highest, and adds them up. What a row does not see gets
-// weight 0.
-template <int R>
+// weight 0. Where weights are rounded, those of a chunk then fill the first half of its place.
+template <class T, int R>
 OCTAVO_INLINE void weigh(float* scores, const Sight<R>& sight, const Scoring& scoring, PerRow<R>& tops,
                          PerRow<R>& sums) {
   const Heights<R> heights = find_heights<R>(scores, sight, scoring, PerRow<R>::ones(), tops);
@@ -684,9 +711,12 @@ OCTAVO_INLINE void weigh(float* scores, const Sight<R>& sight, const Scoring& sc
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float* const s = scores + r * kPitch + c * kChunk;
-      const F weight = heights.template weight<false>(r, load(s));
+      const F weight = heights.template weight<T::rounds>(r, load(s));
       total[r] += weight;
-      store(s, weight);
+      if constexpr (T::rounds)
+        store_as(s, to_bf16(weight));
+      else
+        store(s, weight);
     }
   reduce_rows<R>(total, kSum, sums);
 }
@@ -803,7 +833,7 @@ void attend(const Walk& walk, const Keys<T>& keys, Row* rows) {
 
   PerRow<R> tops, sums;
   Goal goals[R];
-  weigh<R>(scores[0], sight, walk.scoring, tops, sums);
+  weigh<T, R>(scores[0], sight, walk.scoring, tops, sums);
   settle<R>(walk, rows, R, sight, tops, sums, goals);
 
   std::int64_t d = 0;
@@ -980,7 +1010,7 @@ void attend_many(const Walk& walk, const Keys<T>& keys, Row* rows, std::int64_t 
   for (std::int64_t g = 0; g < num_groups; ++g) {
     if (groups[g].sight.nothing()) continue;
     PerRow<kRows> tops, sums;
-    weigh<kRows>(room.scores + g * kRows * kPitch, groups[g].sight, walk.scoring, tops, sums);
+    weigh<T, kRows>(room.scores + g * kRows * kPitch, groups[g].sight, walk.scoring, tops, sums);
     const int rows_here = static_cast<int>(least<std::int64_t>(kRows, count - g * kRows));
     settle<kRows>(walk, rows + g * kRows, rows_here, groups[g].sight, tops, sums, goals + g * kRows);
   }
@@ -1095,20 +1125,21 @@ struct ByteRows {
   // Products become weights times the values' scales, in place, and the weights are added up.
   OCTAVO_INLINE void weigh(const Keys<Int8>& keys) {
     F totals[R] = {};
-    in_stretches(sight.first, sight.last, [&]<int C>(int c) { weigh_stretch<C>(keys, c, totals); });
+    in_stretches(sight.first, sight.last, [&]<int C>(int c) {
+      if (heights.seen_by_all(c) && heights.seen_by_all(c + C - 1))
+        weigh_stretch<C, true>(keys, c, totals);
+      else
+        weigh_stretch<C, false>(keys, c, totals);
+    });
     reduce_rows<R>(totals, kSum, sums);
   }
 
   // Scales of tokens out of sight may be NaN.
-  template <int C>
+  template <int C, bool all>
   OCTAVO_INLINE void weigh_stretch(const Keys<Int8>& keys, int c, F (&totals)[R]) {
     F scale[C], top[R];
-    bool all = true;
 #pragma GCC unroll 8
-    for (int i = 0; i < C; ++i) {
-      scale[i] = load(keys.value_scale[c + i]);
-      all = all && heights.seen_by_all(c + i);
-    }
+    for (int i = 0; i < C; ++i) scale[i] = load(keys.value_scale[c + i]);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float* const row = scores[r] + c * kChunk;
@@ -1119,7 +1150,7 @@ struct ByteRows {
         F weight = heights.template weight<true>(r, load(row + i * kChunk));
         total += weight;
         weight *= scale[i];
-        if (!all) weight = sees(sight, r, c + i) ? weight : F{};
+        if constexpr (!all) weight = sees(sight, r, c + i) ? weight : F{};
         top[r] = greater_bits(top[r], weight);
         store(row + i * kChunk, weight);
       }
@@ -1296,7 +1327,7 @@ void walk_rows(Walk& walk, const Work& work, std::int64_t head, Row* rows, std::
     find(at, table, head, p, begin, end, room.gathered, keys);
     look_ahead(at, a.plan->step, p + 1 < work.end_partition ? Place{work.sequence, head, p + 1} : next, keys);
     walk.partition = p;
-    if constexpr (!T::scaled) {
+    if constexpr (!T::rounds) {
       if (count >= kManyRows) {
         attend_many<T>(walk, keys, rows, count, room);
         continue;

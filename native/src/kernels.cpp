@@ -18,7 +18,7 @@ namespace octavo::OCTAVO_ISA {
 
 const Kernels kKernels = {
     .name = OCTAVO_QUOTE(OCTAVO_ISA),
-    .tiles = kTiles,
+    .bf16_rows = kTiles || kBf16Dots,
     .linear = linear,
     .embed = embed,
     .norm = norm,

@@ -150,7 +150,7 @@ constexpr std::int64_t row_scratch(std::int64_t vocab) { return 4 * vocab + 1024
 
 struct Kernels {
   const char* name;
-  bool tiles;  // bf16 weights multiply bf16 activations, as AMX does; otherwise float32 ones
+  bool bf16_rows;  // bf16 weights multiply bf16 activations, as the processor's instructions do; otherwise float32 ones
   void (*linear)(const LinearArgs&, Team&, int thread);
   void (*embed)(const EmbedArgs&, std::int64_t begin, std::int64_t end);
   void (*norm)(const NormArgs&, std::int64_t begin, std::int64_t end);
@@ -161,10 +161,12 @@ struct Kernels {
   void (*logprobs)(const LogprobArgs&, Team&, int thread);
 };
 
-// The builds that this library holds, best first; null-terminated. `usable` asks the processor (and for AMX the kernel).
+// The builds that this library holds, best first; null-terminated. `usable` asks the processor (and for AMX the kernel);
+// `pays`, of a usable one, whether it is faster here than the next.
 struct Build {
   const Kernels* kernels;
   bool (*usable)();
+  bool (*pays)();
 };
 extern const Build kBuilds[];
 

@@ -45,19 +45,19 @@ struct Pair {
 // Brings the next panels closer, a few lines at a time, while these are multiplied: memory and multipliers work at once.
 class Ahead {
  public:
-  static constexpr std::int64_t kLines = 2;  // of each panel a group; 512 bytes of q8 and some scales, after 4 tiles
-
   OCTAVO_INLINE explicit Ahead(const Upcoming& next) : at_{next.panels[0], next.panels[1]}, left_(next.lines) {}
 
+  // `lines` of each panel: with every group of columns so many that three or four tiles ask for all.
+  template <std::int64_t lines>
   OCTAVO_INLINE void more() {
     if (left_ <= 0) return;
-    for (std::int64_t line = 0; line < kLines; ++line) {
+    for (std::int64_t line = 0; line < lines; ++line) {
       __builtin_prefetch(at_[0] + 64 * line, 0, 2);
       __builtin_prefetch(at_[1] + 64 * line, 0, 2);
     }
-    at_[0] += 64 * kLines;
-    at_[1] += 64 * kLines;
-    left_ -= kLines;
+    at_[0] += 64 * lines;
+    at_[1] += 64 * lines;
+    left_ -= lines;
   }
 
  private:
@@ -260,7 +260,7 @@ OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64
     load_sums<R>(kept, sums);
   }
   for (std::int64_t g = first; g < last; ++g, ++x) {
-    ahead.more();
+    ahead.more<2>();
     Dots<R> dots;
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -289,9 +289,31 @@ OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64
 
 // --- float weights --------------------------------------------------------------------------------------------------
 
-// Widened to float32: on the processors that have them, products of bf16 pairs are issued at a quarter of the rate.
+#if defined(__AVX512BF16__)
+// Pairs of columns at once.
 template <int R>
-OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums) {
+OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums, Ahead& ahead) {
+  const Forms& x = pair.args->x;
+  const std::int64_t columns = pair.args->weight->columns;
+  const std::uint8_t* const panel[2] = {pair.segment->panel(pair.panels[0]), pair.segment->panel(pair.panels[1])};
+  const std::uint16_t* rows = x.bf16 + row * x.bf16_stride;
+  for (std::int64_t k = 0; k < columns; k += 2, rows += 2) {
+    if (k % kGroup == 0) ahead.more<6>();
+    I lines[2];
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) lines[v] = load_as<I>(panel[v] + 32 * k);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const I both = set1(load_as<std::int32_t>(rows + r * x.bf16_stride));
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) sums[r][v] = dot_bf16(sums[r][v], both, lines[v]);
+    }
+  }
+}
+#else
+// Widened to float32: on Intel's cores products of bf16 pairs are issued at a quarter of the rate.
+template <int R>
+OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums, Ahead&) {
   const Forms& x = pair.args->x;
   const std::int64_t columns = pair.args->weight->columns;
   const std::uint8_t* const panel[2] = {pair.segment->panel(pair.panels[0]), pair.segment->panel(pair.panels[1])};
@@ -313,6 +335,8 @@ OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums) {
     }
   }
 }
+
+#endif
 
 template <Format format, int R>
 OCTAVO_INLINE void add_float(const Pair& pair, std::int64_t row, Sums<R>& sums) {
@@ -440,7 +464,7 @@ void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
       Sums<R> sums;
       clear<R>(sums);
       if constexpr (format == Format::bf16) {
-        add_bf16<R>(pair, row, sums);
+        add_bf16<R>(pair, row, sums, ahead);
       } else {
         add_float<format, R>(pair, row, sums);
       }

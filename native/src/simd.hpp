@@ -143,12 +143,16 @@ OCTAVO_INLINE I round_to_int(F x) {
   return as_int(x + set1(kBias)) - as_int(set1(kBias));
 }
 
-// Rounded to the nearest, ties to even; NaN stays NaN.
+// Rounded to the nearest, ties to even; NaN stays NaN. The processor's own instruction takes subnormal numbers for 0.
 OCTAVO_INLINE H to_bf16(F x) {
+#if defined(__AVX512BF16__)
+  return (H)_mm512_cvtneps_pbh((__m512)x);
+#else
   const U u = (U)x;
   const U rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const U quiet = (u >> 16) | 0x40u;
   return __builtin_convertvector((U)(x == x ? (I)rounded : (I)quiet), H);
+#endif
 }
 OCTAVO_INLINE float bf16_to_float(std::uint16_t h) {
   const std::uint32_t u = (std::uint32_t)h << 16;
@@ -206,11 +210,30 @@ OCTAVO_INLINE F times_biased(I n, F scale, [[maybe_unused]] F unbias) {
   return (as_float(n) - set1(kBias)) * scale;
 #endif
 }
-// Of a NaN and a number, the second argument.
-OCTAVO_INLINE F max(F a, F b) { return a > b ? a : b; }
-OCTAVO_INLINE F min(F a, F b) { return a < b ? a : b; }
+// Of a NaN and a number, the second argument. One instruction, where compilers may make two of a comparison and a choice.
+OCTAVO_INLINE F max(F a, F b) {
+#if defined(__AVX512F__)
+  return (F)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (F)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+OCTAVO_INLINE F min(F a, F b) {
+#if defined(__AVX512F__)
+  return (F)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (F)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 // The one whose bits are the greater number: of sizes the larger, and NaN above all.
-OCTAVO_INLINE F greater_bits(F a, F b) { return as_int(a) > as_int(b) ? a : b; }
+OCTAVO_INLINE F greater_bits(F a, F b) {
+  const I x = as_int(a), y = as_int(b);
+  return as_float(x > y ? x : y);
+}
 OCTAVO_INLINE F abs(F a) { return as_float(as_int(a) & set1((std::int32_t)0x7fffffff)); }
 
 OCTAVO_INLINE float reduce_add(F v) {
@@ -373,5 +396,13 @@ OCTAVO_INLINE I dot_u8s8(I acc, I u, I s) {
   return acc;
 #endif
 }
+
+// acc + the two products of each lane's bf16. Subnormal numbers count as 0.
+#if defined(__AVX512BF16__)
+constexpr bool kBf16Dots = true;
+OCTAVO_INLINE F dot_bf16(F acc, I a, I b) { return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+#else
+constexpr bool kBf16Dots = false;
+#endif
 
 }  // namespace octavo::OCTAVO_ISA

@@ -223,7 +223,7 @@ Input input_of(Format format) {
   switch (format) {
     case Format::q4:
     case Format::q8: return Input::q8;
-    case Format::bf16: return choose().tiles ? Input::bf16 : Input::f32;
+    case Format::bf16: return choose().bf16_rows ? Input::bf16 : Input::f32;
     default: return Input::f32;
   }
 }

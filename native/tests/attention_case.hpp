@@ -1,5 +1,5 @@
 // Random steps for the attention kernel, and what they should give by brute force in double. Knows not the inside of a
-// block, nor partitions, but how weights are rounded: caches are filled by the kernel's own writes, every other slot
+// block; of partitions only how weights are rounded in them: caches are filled by the kernel's own writes, every other slot
 // holds NaN.
 #pragma once
 #include <algorithm>
@@ -103,7 +103,7 @@ class Case {
   }
 
   // The right outputs of a token, and the largest value it could see (what errors are relative to). Where weights are
-  // rounded to bytes, each near the middle between two may become either: `either` is what that may change.
+  // rounded, each near the middle between two may become either: `either` is what that may change.
   std::vector<double> expect(int sequence, int token, double* largest, std::vector<double>* either) const {
     const int heads = shape_.num_kv_heads * shape_.group, dim = shape_.head_dim;
     std::vector<double> out(static_cast<std::size_t>(heads * dim));
@@ -112,7 +112,7 @@ class Case {
     *largest = 0;
     for (int h = 0; h < heads; ++h) {
       const auto q = turn(&q_[at(sequence)][at(token * query_width() + h * dim)], token,
-                          shape_.type == KvType::int8 ? KvType::int8 : KvType::f32);
+                          rounds_weights() ? shape_.type : KvType::f32);
       std::vector<double> scores;
       for (int t = begin; t <= token; ++t) {
         const auto k = turn(&k_[at(sequence)][at(t * key_width() + h / shape_.group * dim)], t, shape_.type);
@@ -132,6 +132,7 @@ class Case {
       }
       std::vector<double> steps(scores.size(), 0.0);  // by which a weight may be off
       if (shape_.type == KvType::int8) round_weights(begin, values, scores, steps);
+      if (rounds_to_bf16()) round_weights_to_bf16(begin, scores, steps);
       for (std::size_t t = 0; t < values.size(); ++t)
         for (int i = 0; i < dim; ++i) {
           const double v = values[t][at(i)];
@@ -144,6 +145,7 @@ class Case {
   }
 
   const std::vector<int>& lengths() const { return lengths_; }
+  bool rounds_weights() const { return shape_.type == KvType::int8 || rounds_to_bf16(); }
   int query_width() const { return shape_.num_kv_heads * shape_.group * shape_.head_dim; }
 
  private:
@@ -170,6 +172,21 @@ class Case {
     }
   }
 
+  // Weights relative to the largest of their partition get the 8 bits of bf16.
+  static void round_weights_to_bf16(int begin, std::vector<double>& weights, std::vector<double>& steps) {
+    for (std::size_t first = 0, last; first < weights.size(); first = last) {
+      last = std::min(weights.size(), first + kPartition - (at(begin) + first) % kPartition);
+      const double largest = *std::max_element(&weights[first], &weights[0] + last);
+      for (std::size_t t = first; t < last; ++t) {
+        const double x = weights[t] / largest, step = std::ldexp(1.0, x > 0 ? std::ilogb(x) - 7 : -130);
+        const double middle = (std::floor(x / step) + 0.5) * step;
+        weights[t] = std::nearbyint(x / step) * step * largest;
+        if (std::abs(x - middle) < 3e-4 * x) steps[t] = step * largest;
+      }
+    }
+  }
+
+  bool rounds_to_bf16() const { return shape_.type == KvType::bf16 && isa::attend::Bf16::rounds; }
   static std::size_t at(int i) { return static_cast<std::size_t>(i); }
   int key_width() const { return shape_.num_kv_heads * shape_.head_dim; }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)); }

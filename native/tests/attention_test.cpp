@@ -10,7 +10,7 @@ namespace octavo::testing {
 namespace {
 
 constexpr double kTolerance = 2e-5;  // of the largest value in sight
-constexpr double kByteTolerance = 3e-4;  // with int8: exponentials are coarser, what is rounded is rounded here too
+constexpr double kCoarseTolerance = 3e-4;  // where weights are rounded, as here too: their exponentials are coarser
 
 int failures = 0;
 
@@ -78,7 +78,7 @@ void check(const Shape& shape, const std::vector<int>& lengths, int shared, unsi
         const double error = off <= either[i] ? 0.0 : off - either[i];
         worst = error <= worst ? worst : error;  // NaN counts
       }
-      if (!(worst <= (shape.type == KvType::int8 ? kByteTolerance : kTolerance) * largest))
+      if (!(worst <= (test.rounds_weights() ? kCoarseTolerance : kTolerance) * largest))
         fail(shape, "sequence " + std::to_string(s) + " token " + std::to_string(token) + " of " +
                         std::to_string(lengths[s]) + " is off by " + std::to_string(worst));
     }

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <stdexcept>
 
 namespace {
@@ -25,11 +26,18 @@ std::string refusal() {
   return "";
 }
 
+bool processor_is(const std::string& vendor) {
+  std::ifstream file("/proc/cpuinfo");
+  return std::string(std::istreambuf_iterator<char>(file), {}).find(vendor) != std::string::npos;
+}
+
 void choosing() {
   const auto names = octavo::usable_names();
   expect(!names.empty() && names.back() == "portable", "portable is usable, and the last");
   unsetenv("OCTAVO_ISA");
-  expect(octavo::choose().name == names.front(), "the best is chosen");
+  // bf16's dot products are there on Intel's processors too, and slow.
+  const bool slow_bf16 = processor_is("GenuineIntel") && names.front() == "avx512_bf16";
+  expect(octavo::choose().name == names[slow_bf16 ? 1 : 0], "the best is chosen");
   for (const std::string& name : names) {
     setenv("OCTAVO_ISA", name.c_str(), 1);
     expect(octavo::choose().name == name, "a usable name is honoured");

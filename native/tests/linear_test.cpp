@@ -142,7 +142,7 @@ void test_product(const Type& type, std::int64_t n, std::int64_t k, std::int64_t
     check(made.same(right), what + ": other forms than of its float32");
   }
   const Format format = weight->segments[0].format;
-  const Input input = format == Format::bf16 ? (isa::kTiles ? Input::bf16 : Input::f32) : weight->inputs[0];
+  const Input input = format == Format::bf16 ? (isa::kKernels.bf16_rows ? Input::bf16 : Input::f32) : weight->inputs[0];
   double worst = 0;
   const auto dot = [&](std::int64_t row, std::int64_t col, double& size) {
     double sum = bias[static_cast<std::size_t>(col)];

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo import models
+from octavo import _native, models
 from octavo.errors import ModelError
 from octavo.loading.checkpoint import load_checkpoint
 from octavo.ops import reference
@@ -60,9 +60,23 @@ def test_a_model_answers_as_the_reference_with_the_same_bits_however_it_is_cut_u
         first = got
 
 
-def byte_attention(q: np.ndarray, cache: np.ndarray, layer: int, step: Any, spec: Any) -> np.ndarray:
-    """Attention of [T, H, D] one query and head at a time, with weights that are rounded: times their values' scales,
-    they become multiples of a 255th of the largest among 64 tokens of the context."""
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def to_bytes(weights: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Times their values' scales, they become multiples of a 255th of the largest among 64 tokens of the context."""
+    scales = np.abs(values).max(-1) / 127
+    scaled, stretch = weights * scales, tokens // 64
+    step_sizes = np.array([scaled[stretch == n].max() / 255 for n in stretch])
+    return np.asarray(np.rint(scaled / step_sizes) * step_sizes / scales)
+
+
+def attention_that_rounds(
+    kv_type: str, q: np.ndarray, cache: np.ndarray, layer: int, step: Any, spec: Any
+) -> np.ndarray:
+    """Attention of [T, H, D] one query and head at a time, with weights rounded, of contexts up to one partition."""
     out = np.empty_like(q)
     for s, (start, end) in enumerate(pairwise(step.query_starts)):
         tokens = np.arange(step.context_lens[s])
@@ -80,22 +94,20 @@ def byte_attention(q: np.ndarray, cache: np.ndarray, layer: int, step: Any, spec
             part = power - np.floor(power)  # 2 ** part as the kernels have it, to 1e-4: it decides what is rounded how
             weights = np.exp2(power - part) * np.polyval([0.07826797, 0.22630768, 0.6954243, 1], part)
             value = values[first:seen, group]
-            scales = np.abs(value).max(-1) / 127
-            scaled, stretch = weights * scales, tokens[first:seen] // 64
-            step_sizes = np.array([scaled[stretch == n].max() / 255 for n in stretch])
-            out[row, h] = (np.rint(scaled / step_sizes) * step_sizes / scales) @ value / weights.sum()
+            rounded = to_bf16(weights) if kv_type == "bf16" else to_bytes(weights, value, tokens[first:seen])
+            out[row, h] = rounded @ value / weights.sum()
     return out
 
 
 def rounding(kv_type: str) -> Any:
-    """The reference with keys and values rounded as blocks of a type hold them; with int8, queries and weights too."""
+    """The reference with keys and values rounded as blocks of a type hold them; with int8, queries and weights too, and
+    with bf16 where its products take both sides so."""
 
     def rounded(x: np.ndarray) -> np.ndarray:
         if kv_type == "f16":
             return x.astype(np.float16).astype(np.float32)
         if kv_type == "bf16":
-            bits = x.view(np.uint32)
-            return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+            return to_bf16(x)
         largest = np.abs(x).max(-1, keepdims=True)
         return np.asarray(np.rint(x * (127 / largest)) * (largest / 127))
 
@@ -108,8 +120,10 @@ def rounding(kv_type: str) -> Any:
         if kv_type == "int8":
             queries, keys = (mixed(rounded(mixed(x))) for x in (queries, keys))
             reference.write_kv(keys, rounded(values), cache, layer, plan.step.slots)
-            return byte_attention(queries, cache, layer, plan.step, spec).reshape(len(q), -1)
+            return attention_that_rounds(kv_type, queries, cache, layer, plan.step, spec).reshape(len(q), -1)
         reference.write_kv(rounded(keys), rounded(values), cache, layer, plan.step.slots)
+        if kv_type == "bf16" and _native.isa() == "avx512_bf16":
+            return attention_that_rounds(kv_type, rounded(queries), cache, layer, plan.step, spec).reshape(len(q), -1)
         return reference.paged_attention(queries, cache, layer, plan, spec).reshape(len(q), -1)
 
     return SimpleNamespace(**{**vars(reference), "attention": attention})
