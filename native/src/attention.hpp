@@ -7,8 +7,8 @@
 // (online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867; FlashAttention: Dao et al. 2022, arXiv:2205.14135).
 //
 // Every number is one chain of operations that depends on the query, its keys and their places in the context alone:
-// a product is summed dimension by dimension or token by token, or pair by pair, in one lane, hidden keys add exactly 0, and lanes are
-// added in a fixed order. So a result has the same bits in any batch, chunk, tile and team.
+// a product is summed dimension by dimension or token by token, or pair by pair, in one lane, hidden keys add exactly 0,
+// and lanes are added in a fixed order. So a result has the same bits in any batch, chunk, tile and team.
 #pragma once
 #include "kernels.hpp"
 #include "plan.hpp"
@@ -311,26 +311,25 @@ OCTAVO_INLINE void with_head(std::int64_t dim, const Rotation& by, const Turn& t
     turn(dim, by);
 }
 
-// A token's rotated query of a head, as `attend` takes it: row i of queries [kSegment][wide], or of bytes in their room.
+// A token's rotated query of a head, as `attend` takes it: row i of queries [kSegment][wide]. Where it is rounded, what
+// that makes lies in the room of its floats.
 template <class T>
 OCTAVO_INLINE void turn_query(const AttentionArgs& a, std::int64_t token, std::int64_t head, std::int64_t i,
                               float* queries) {
   const float* const query = a.q + token * a.q_stride + head * a.head_dim;
   const std::int64_t wide = whole_vectors(a.head_dim);
-  if constexpr (T::scaled) {
-    auto* const rows = reinterpret_cast<std::uint8_t*>(queries + i / kRows * kRows * wide);
+  if constexpr (T::rounds) {
     with_head(a.head_dim, rotation_of(a, token), [&](std::int64_t dim, const Rotation& by) __attribute__((always_inline)) {
       float turned[kMaxHeadDim + W];
       rotate(query, dim, by, turned);
-      mix(turned, dim);
-      round_query(turned, dim, static_cast<int>(i % kRows), rows);
-    });
-  } else if constexpr (T::rounds) {
-    with_head(a.head_dim, rotation_of(a, token), [&](std::int64_t dim, const Rotation& by) __attribute__((always_inline)) {
-      float turned[kMaxHeadDim + W];
-      rotate(query, dim, by, turned);
-      auto* const row = reinterpret_cast<typename T::Stored*>(queries + i * wide);
-      for (std::int64_t d = 0; d < dim; d += W) T::put(row + d, load(turned + d));
+      if constexpr (T::scaled) {
+        mix(turned, dim);
+        auto* const rows = reinterpret_cast<std::uint8_t*>(queries + i / kRows * kRows * wide);
+        round_query(turned, dim, static_cast<int>(i % kRows), rows);
+      } else {
+        auto* const row = reinterpret_cast<typename T::Stored*>(queries + i * wide);
+        for (std::int64_t d = 0; d < dim; d += W) T::put(row + d, load(turned + d));
+      }
     });
   } else {
     rotate(query, a.head_dim, rotation_of(a, token), queries + i * wide);

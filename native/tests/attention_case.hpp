@@ -1,6 +1,6 @@
 // Random steps for the attention kernel, and what they should give by brute force in double. Knows not the inside of a
-// block; of partitions only how weights are rounded in them: caches are filled by the kernel's own writes, every other slot
-// holds NaN.
+// block; of partitions only how weights are rounded in them. Caches are filled by the kernel's own writes, every other
+// slot holds NaN.
 #pragma once
 #include <algorithm>
 #include <cmath>
