@@ -42,27 +42,31 @@ struct Pair {
   std::int64_t groups() const { return args->weight->columns / kGroup; }
 };
 
-// Brings the next panels closer, a few lines at a time, while these are multiplied: memory and multipliers work at once.
+// Brings the next panels closer, line by line, while these are multiplied: memory and multipliers work at once.
 class Ahead {
  public:
-  OCTAVO_INLINE explicit Ahead(const Upcoming& next) : at_{next.panels[0], next.panels[1]}, left_(next.lines) {}
+  // To have asked for all of them when more() has been called `calls` times.
+  OCTAVO_INLINE Ahead(const Upcoming& next, std::int64_t calls)
+      : at_(next.panels[0]), apart_(next.panels[1] - next.panels[0]), rate_((next.lines * kLine + calls - 1) / calls) {}
 
-  // `lines` of each panel: with every group of columns so many that three or four tiles ask for all.
-  template <std::int64_t lines>
+  // `lines` lines of each panel, when so many are due.
+  template <int lines>
   OCTAVO_INLINE void more() {
-    if (left_ <= 0) return;
-    for (std::int64_t line = 0; line < lines; ++line) {
-      __builtin_prefetch(at_[0] + 64 * line, 0, 2);
-      __builtin_prefetch(at_[1] + 64 * line, 0, 2);
+    due_ += rate_;
+    if (due_ < lines * kLine) return;
+    due_ -= lines * kLine;
+    for (int line = 0; line < lines; ++line) {
+      __builtin_prefetch(at_ + 64 * line, 0, 2);
+      __builtin_prefetch(at_ + apart_ + 64 * line, 0, 2);
     }
-    at_[0] += 64 * lines;
-    at_[1] += 64 * lines;
-    left_ -= lines;
+    at_ += 64 * lines;
   }
 
  private:
-  const std::uint8_t* at_[2];
-  std::int64_t left_;
+  static constexpr std::int64_t kLine = 1 << 16;
+  const std::uint8_t* at_;
+  std::ptrdiff_t apart_;
+  std::int64_t rate_, due_ = 0;  // in parts of a line
 };
 
 template <int R>
@@ -112,10 +116,11 @@ struct Scales {
   F minimum[2 * kVectors];  // only where there are minima
 };
 
-// Both panels' groups as they lie in the weight.
-template <Format format, bool has_min>
+// Both panels' groups as they lie in the weight, for few tiles of rows or for many.
+template <Format format, bool has_min, bool many = false>
 class Packed {
  public:
+  static constexpr bool kMany = many;
   static constexpr bool kHasMin = has_min;
   static constexpr bool kNibbles = format == Format::q4;
 
@@ -164,6 +169,7 @@ struct Group {
 template <Format format, bool has_min>
 class Unpacking {
  public:
+  static constexpr bool kMany = true;
   static constexpr bool kHasMin = has_min;
   static constexpr bool kNibbles = format == Format::q4;
 
@@ -193,6 +199,7 @@ class Unpacking {
 template <bool has_min>
 class Unpacked {
  public:
+  static constexpr bool kMany = true;
   static constexpr bool kHasMin = has_min;
   static constexpr bool kNibbles = true;  // bytes lie in the weight as they are read
 
@@ -260,7 +267,7 @@ OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64
     load_sums<R>(kept, sums);
   }
   for (std::int64_t g = first; g < last; ++g, ++x) {
-    ahead.more<2>();
+    if constexpr (Groups::kMany) ahead.more<4>();
     Dots<R> dots;
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -269,6 +276,7 @@ OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64
     }
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line) {
+      if constexpr (!Groups::kMany) ahead.more<2>();  // of which each asks for so much that it had better ask evenly
       Line low, high;
       groups.read(g, line, low, high);
       add_line<Groups::kNibbles, R>(low, x, stride, line, dots);
@@ -298,7 +306,7 @@ OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums, A
   const std::uint8_t* const panel[2] = {pair.segment->panel(pair.panels[0]), pair.segment->panel(pair.panels[1])};
   const std::uint16_t* rows = x.bf16 + row * x.bf16_stride;
   for (std::int64_t k = 0; k < columns; k += 2, rows += 2) {
-    if (k % kGroup == 0) ahead.more<6>();
+    ahead.more<1>();
     I lines[2];
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) lines[v] = load_as<I>(panel[v] + 32 * k);
@@ -313,12 +321,13 @@ OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums, A
 #else
 // Widened to float32: on Intel's cores products of bf16 pairs are issued at a quarter of the rate.
 template <int R>
-OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums, Ahead&) {
+OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums, Ahead& ahead) {
   const Forms& x = pair.args->x;
   const std::int64_t columns = pair.args->weight->columns;
   const std::uint8_t* const panel[2] = {pair.segment->panel(pair.panels[0]), pair.segment->panel(pair.panels[1])};
   const float* rows = x.f32 + row * x.stride;
   for (std::int64_t k = 0; k < columns; k += 2, rows += 2) {
+    ahead.more<1>();
     F even[2 * kVectors], odd[2 * kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < 2 * kVectors; ++v) {
@@ -339,12 +348,13 @@ OCTAVO_INLINE void add_bf16(const Pair& pair, std::int64_t row, Sums<R>& sums, A
 #endif
 
 template <Format format, int R>
-OCTAVO_INLINE void add_float(const Pair& pair, std::int64_t row, Sums<R>& sums) {
+OCTAVO_INLINE void add_float(const Pair& pair, std::int64_t row, Sums<R>& sums, Ahead& ahead) {
   constexpr int kBytes = format == Format::f16 ? 2 : 4;
   const Forms& x = pair.args->x;
   const std::int64_t columns = pair.args->weight->columns;
   const std::uint8_t* const panel[2] = {pair.segment->panel(pair.panels[0]), pair.segment->panel(pair.panels[1])};
   for (std::int64_t k = 0; k < columns; ++k) {
+    ahead.more<1>();
     F lines[2 * kVectors];
     for (int v = 0; v < 2 * kVectors; ++v) {
       const std::uint8_t* at = panel[v / kVectors] + kBytes * (kPanel * k + W * (v % kVectors));
@@ -430,10 +440,15 @@ OCTAVO_INLINE void with_rows(int rows, const Call& call) {
   call.template operator()<R>();
 }
 
+template <int Most>
+OCTAVO_INLINE std::int64_t num_tiles(std::int64_t rows) {
+  return (rows + Most - 1) / Most;
+}
+
 // Calls for tiles of up to `Most` rows, as equal as can be, that cover [begin, end).
 template <int Most, class Call>
 OCTAVO_INLINE void in_tiles(std::int64_t begin, std::int64_t end, const Call& call) {
-  const std::int64_t tiles = (end - begin + Most - 1) / Most;
+  const std::int64_t tiles = num_tiles<Most>(end - begin);
   std::int64_t row = begin;
   for (std::int64_t t = 0; t < tiles; ++t) {
     const std::int64_t next = begin + (end - begin) * (t + 1) / tiles;
@@ -453,9 +468,10 @@ OCTAVO_INLINE void in_runs(std::int64_t groups, const Call& call) {
 template <Format format, bool has_min = false>
 void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
   constexpr bool kQuantised = format == Format::q4 || format == Format::q8;
-  // One row reads so fast that the processor's own guesses serve it better.
-  [[maybe_unused]] Ahead ahead(end - begin > 1 ? pair.next : Upcoming{});
-  in_tiles<kQuantised ? kQuantisedRows : kFloatRows>(begin, end, [&]<int R>(std::int64_t row) {
+  constexpr int kRows = kQuantised ? kQuantisedRows : kFloatRows;
+  constexpr std::int64_t kColumnsOfCall = kQuantised ? 8 : format == Format::bf16 ? 2 : 1;
+  Ahead ahead(pair.next, num_tiles<kRows>(end - begin) * (pair.args->weight->columns / kColumnsOfCall + 1));
+  in_tiles<kRows>(begin, end, [&]<int R>(std::int64_t row) {
     alignas(64) float kept[R * 2 * kPanel];
     ask_for_residual(pair, row, row + R);
     if constexpr (kQuantised) {
@@ -466,7 +482,7 @@ void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
       if constexpr (format == Format::bf16) {
         add_bf16<R>(pair, row, sums, ahead);
       } else {
-        add_float<format, R>(pair, row, sums);
+        add_float<format, R>(pair, row, sums, ahead);
       }
       store_sums<R>(sums, kept);
     }
@@ -536,13 +552,13 @@ template <Format format, bool has_min>
 void many_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
   Group unpacked[kRunGroups];
   alignas(64) float kept[kRowBlock * 2 * kPanel];
-  Ahead ahead(pair.next);
+  Ahead ahead(pair.next, num_tiles<kQuantisedRows>(end - begin) * pair.groups());
   in_runs(pair.groups(), [&](std::int64_t first, std::int64_t last) {
     in_tiles<kQuantisedRows>(begin, end, [&]<int R>(std::int64_t row) {
       float* const to = kept + (row - begin) * 2 * kPanel;
       if (last == pair.groups()) ask_for_residual(pair, row, row + R);
       if constexpr (format == Format::q8) {
-        add_groups<R>(pair, Packed<format, has_min>(pair), row, first, last, to, ahead);
+        add_groups<R>(pair, Packed<format, has_min, true>(pair), row, first, last, to, ahead);
       } else if (row == begin) {
         add_groups<R>(pair, Unpacking<format, has_min>(pair, first, unpacked), row, first, last, to, ahead);
       } else {
