@@ -37,14 +37,11 @@ def test_the_kernels_are_taken_with_the_threads_and_types_asked_for(
     assert (ops.kv_type, ops.threads) == (kv_type, threads)
 
 
-@pytest.mark.parametrize(
-    ("isa", "kv_type"),
-    [("avx512", "int8"), ("avx512_bf16", "int8"), ("amx", "int8"), ("avx2", "bf16"), ("portable", "bf16")],
-)
+@pytest.mark.parametrize(("fast", "kv_type"), [(True, "int8"), (False, "bf16")])
 def test_keys_and_values_are_bytes_where_those_are_multiplied_fast(
-    isa: str, kv_type: str, monkeypatch: pytest.MonkeyPatch
+    fast: bool, kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.ops.native._native.isa", lambda: isa)
+    monkeypatch.setattr("octavo.ops.native._native.byte_dots", lambda: fast)
     for head_dim in (64, 96, 128, 256):
         assert choosing(quantised=True, head_dim=head_dim).kv_type == kv_type
         assert auto_kv_type(quantised=True, head_dim=head_dim) == kv_type

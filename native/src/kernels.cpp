@@ -18,6 +18,8 @@ namespace octavo::OCTAVO_ISA {
 
 const Kernels kKernels = {
     .name = OCTAVO_QUOTE(OCTAVO_ISA),
+    .byte_dots = kByteDots,
+    .bf16_dots = kBf16Dots,
     .bf16_rows = kTiles || kBf16Dots,
     .linear = linear,
     .embed = embed,

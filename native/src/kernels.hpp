@@ -150,6 +150,8 @@ constexpr std::int64_t row_scratch(std::int64_t vocab) { return 4 * vocab + 1024
 
 struct Kernels {
   const char* name;
+  bool byte_dots;  // bytes are multiplied by an instruction of their own, four at a time
+  bool bf16_dots;  // so are bf16 pairs, where attention reads keys and values of that type: it rounds the other factors
   bool bf16_rows;  // bf16 weights multiply bf16 activations, as the processor's instructions do; otherwise float32 ones
   void (*linear)(const LinearArgs&, Team&, int thread);
   void (*embed)(const EmbedArgs&, std::int64_t begin, std::int64_t end);

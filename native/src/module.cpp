@@ -378,6 +378,8 @@ NB_MODULE(_native, m) {
   m.doc() = "The native kernels of Octavo: see _native.pyi.";
   m.def("default_threads", &default_threads);
   m.def("isa", [] { return std::string(choose().name); });
+  m.def("byte_dots", [] { return choose().byte_dots; });
+  m.def("bf16_dots", [] { return choose().bf16_dots; });
   m.def("usable_isas", &usable_names);
   nb::class_<Weight>(m, "Weight")
       .def_ro("rows", &Weight::rows)

@@ -373,6 +373,12 @@ OCTAVO_INLINE F tanh(F x) {
 
 // --- dot products inside lanes --------------------------------------------------------------------------------------
 
+#if defined(__AVX512VNNI__)
+constexpr bool kByteDots = true;
+#else
+constexpr bool kByteDots = false;
+#endif
+
 // acc + the four products of each lane's unsigned bytes of u with the signed bytes of s, exactly.
 // `seven_bits`: no byte of u is above 127.
 template <bool seven_bits = false>

@@ -41,6 +41,9 @@ void choosing() {
   for (const std::string& name : names) {
     setenv("OCTAVO_ISA", name.c_str(), 1);
     expect(octavo::choose().name == name, "a usable name is honoured");
+    const bool old = name == "portable" || name == "avx2";  // from before there were such instructions
+    expect(octavo::choose().byte_dots != old, "who multiplies bytes says so");
+    expect(octavo::choose().bf16_dots == (name == "avx512_bf16"), "who multiplies pairs of bf16 says so");
   }
   setenv("OCTAVO_ISA", "avx3", 1);
   expect(refusal().find("OCTAVO_ISA is 'avx3', which this machine cannot run; it can run ") == 0, "avx3 is refused");

@@ -14,6 +14,12 @@ def default_threads() -> int:
 def isa() -> str:
     """The instruction set whose kernels run: OCTAVO_ISA, or the best that this processor has."""
 
+def byte_dots() -> bool:
+    """Whether it multiplies bytes, four at a time."""
+
+def bf16_dots() -> bool:
+    """Whether attention multiplies bfloat16 pairs: then it rounds queries and weights to them."""
+
 def usable_isas() -> list[str]:
     """The instruction sets that this processor can run, best first."""
 

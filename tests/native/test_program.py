@@ -122,7 +122,7 @@ def rounding(kv_type: str) -> Any:
             reference.write_kv(keys, rounded(values), cache, layer, plan.step.slots)
             return attention_that_rounds(kv_type, queries, cache, layer, plan.step, spec).reshape(len(q), -1)
         reference.write_kv(rounded(keys), rounded(values), cache, layer, plan.step.slots)
-        if kv_type == "bf16" and _native.isa() == "avx512_bf16":
+        if kv_type == "bf16" and _native.bf16_dots():
             return attention_that_rounds(kv_type, rounded(queries), cache, layer, plan.step, spec).reshape(len(q), -1)
         return reference.paged_attention(queries, cache, layer, plan, spec).reshape(len(q), -1)
 

@@ -60,7 +60,7 @@ def auto_kv_type(*, quantised: bool, head_dim: int) -> KvType:
     of an odd size, whose large dimensions cannot be spread over many others, stays bf16.
     """
     spread = head_dim & -head_dim  # dimensions that are mixed (native/src/attention.hpp)
-    return "int8" if quantised and spread >= 32 and _native.isa() in ("avx512", "avx512_bf16", "amx") else "bf16"
+    return "int8" if quantised and spread >= 32 and _native.byte_dots() else "bf16"
 
 
 class NativeOps:
