@@ -3,8 +3,9 @@
     python benchmarks/steps.py MODEL WORKLOAD.json [--setting value]...
 
 Steps that only decode are told from those that compute prompts. A part's floor is the time that reading its weights,
-and the keys and values seen, or its multiplications would take at this machine's own rates (ceilings.py); what is done
-in Python has none. Settings are those of run.py. Clocks are read around calls that the engine makes anyway.
+and the keys and values seen, or its multiplications would take at this machine's own rates (ceilings.py), whichever is
+longer; what is done in Python has none. So a workload's floor is what no engine can beat here that multiplies as often
+in the same type. Settings are those of run.py. Clocks are read around calls that the engine makes anyway.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ceilings import Machine, num_processors
 from compiled import CannotCompileError
 from octavo import LLM, OctavoError
+from octavo.engine.report import MemoryReport
 from octavo.loading.checkpoint import Checkpoint, load_checkpoint
 from octavo.loading.resolve import resolve
+from octavo.ops.interface import StepInput
 from run import command_line, run
 from workload import WARM_UP, BadWorkloadError
 
@@ -42,7 +47,7 @@ class Kind:
 class Floors:
     """What a model's parts would take if only the machine's own rates bounded them."""
 
-    def __init__(self, checkpoint: Checkpoint, machine: Machine, token_bytes: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, machine: Machine, memory: MemoryReport) -> None:
         matrices = {name: tensor for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2}
         layers = [tensor for name, tensor in matrices.items() if ".layers." in name or name.startswith("h.")]
         head = [max(matrices.values(), key=lambda tensor: tensor.shape[0])]  # the vocabulary's; tied or not
@@ -52,13 +57,40 @@ class Floors:
         }
         dtype = layers[0].dtype
         kind = "int8" if dtype.startswith(INT8) else "bf16" if dtype == "BF16" else "f32"
-        self._product, self._machine, self._token_bytes = machine.product_gop_s(kind) * 1e9, machine, token_bytes
+        self._product = machine.product_gop_s(kind) * 1e9
+        self._attention_product = (
+            machine.product_gop_s(memory.kv_type if memory.kv_type in ("int8", "bf16") else "f32") * 1e9
+        )
         self._read = machine.read_gb_s(sum(size for size, _ in self._parts.values())) * 1e9
+        config = checkpoint.config
+        self._windows = [
+            config["sliding_window"] if kind == "sliding_attention" else None for kind in config["layer_types"]
+        ]
+        self._block_size = memory.block_size
+        self._layer_bytes = memory.block_bytes / memory.block_size / len(self._windows)
+        self._width = config["num_attention_heads"] * config["head_dim"]
 
-    def seconds(self, part: str, rows: int, context: int = 0) -> float:
-        """Of so many rows, whose attention reads the keys and values of so many tokens."""
+    def products(self, part: str, rows: int) -> float:
+        """Seconds of a part's products with so many rows."""
         size, elements = self._parts[part]
-        return max(size / self._read, 2 * rows * elements / self._product) + context * self._token_bytes / self._read
+        return max(size / self._read, 2 * rows * elements / self._product)
+
+    def attention(self, step: StepInput) -> float:
+        """Seconds of all layers: two products of each query with what it sees; a block that many see is read once."""
+        seen = step.positions.astype(np.int64) + 1  # by each token
+        whole, rest = np.divmod(step.context_lens, self._block_size)
+        blocks = np.unique(np.concatenate([table[:n] for table, n in zip(step.block_tables, whole, strict=True)]))
+        news = np.diff(step.query_starts)
+        seconds = 0.0
+        for window in self._windows:
+            if window is None:
+                pairs, tokens = seen.sum(), len(blocks) * self._block_size + rest.sum()
+            else:
+                pairs, tokens = np.minimum(seen, window).sum(), np.minimum(step.context_lens, window - 1 + news).sum()
+            seconds += max(
+                float(tokens) * self._layer_bytes / self._read, 4 * float(pairs) * self._width / self._attention_product
+            )
+        return seconds
 
 
 class Watch:
@@ -95,7 +127,7 @@ class Watch:
 
         def forward(step: Any, cache: Any) -> Any:
             self._step = step
-            self._floor[FORWARD] = self._floors.seconds(FORWARD, len(step.token_ids), int(step.context_lens.sum()))
+            self._floor[FORWARD] = self._floors.products(FORWARD, len(step.token_ids)) + self._floors.attention(step)
             return timed(step, cache)
 
         return forward
@@ -104,7 +136,7 @@ class Watch:
         timed = self._part(HEAD, model.logits)
 
         def logits(hidden: Any) -> Any:
-            self._floor[HEAD] = self._floors.seconds(HEAD, len(hidden))
+            self._floor[HEAD] = self._floors.products(HEAD, len(hidden))
             return timed(hidden)
 
         return logits
@@ -137,6 +169,10 @@ class _Timed:
         return getattr(self._model, name)
 
 
+def rate(tokens: int, seconds: float) -> str:
+    return f"{tokens} tokens in {seconds:.3f} s, {tokens / seconds:.0f} a second"
+
+
 def table(kinds: dict[str, Kind]) -> str:
     """Milliseconds a step, as Markdown."""
     rows = ["| step | part | ms | floor, ms | share of the step |", "| --- | --- | ---: | ---: | ---: |"]
@@ -145,7 +181,8 @@ def table(kinds: dict[str, Kind]) -> str:
             continue
         rest = kind.seconds - sum(kind.parts.values())
         title = f"{name}: {kind.steps} steps of {kind.tokens / kind.steps:.1f} tokens"
-        rows.append(f"| {title} | whole | {1e3 * kind.seconds / kind.steps:.3f} | | |")
+        floor = 1e3 * sum(kind.floors.values()) / kind.steps
+        rows.append(f"| {title} | whole | {1e3 * kind.seconds / kind.steps:.3f} | {floor:.3f} | |")
         for part, seconds in [*kind.parts.items(), ("the rest", rest)]:
             floor = f"{1e3 * kind.floors[part] / kind.steps:.3f}" if part in kind.floors else ""
             rows.append(f"| | {part} | {1e3 * seconds / kind.steps:.3f} | {floor} | {seconds / kind.seconds:.1%} |")
@@ -168,8 +205,7 @@ def main() -> None:
         model, works, settings = command_line(__doc__)
         machine = Machine(settings.get("threads", num_processors()), rounds=5)
         llm = LLM(model, **settings)
-        report = llm.memory_report()
-        floors = Floors(load_checkpoint(resolve(model)), machine, report.block_bytes // report.block_size)
+        floors = Floors(load_checkpoint(resolve(model)), machine, llm.memory_report())
         kernels: Any = llm.engine.model
         native = hasattr(kernels, "time_kernels")  # the reference has none
         if native:
@@ -180,7 +216,8 @@ def main() -> None:
             watch.start()
             before = kernels.kernel_seconds() if native else {}
             tokens, seconds, _ = run(llm, work.requests)
-            print(f"\n{work.name}: {tokens} tokens in {seconds:.3f} s\n\n{table(watch.kinds)}")
+            floor = sum(sum(kind.floors.values()) for kind in watch.kinds.values())
+            print(f"\n{work.name}: {rate(tokens, seconds)}; at the floor {rate(tokens, floor)}\n\n{table(watch.kinds)}")
             if native:
                 print(f"\n{kernel_table(before, kernels.kernel_seconds())}")
     except (OctavoError, BadWorkloadError, CannotCompileError) as problem:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from octavo.loading.checkpoint import load_checkpoint
+from octavo.ops.interface import StepInput
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -222,3 +224,33 @@ class TestQuality:
         prompts = quality.PROMPTS.read_text(encoding="utf-8").splitlines()
         assert len(set(prompts)) == 64
         assert all(prompts)
+
+
+def test_no_engine_can_beat_the_floor_of_a_step() -> None:
+    """Attention's against what each token sees and each sequence's distinct slots, counted one by one."""
+    from steps import FORWARD, Floors
+
+    tensor = SimpleNamespace(shape=(8, 4), dtype="Q8_0", raw=np.zeros(100, np.uint8))
+    kinds = ["full_attention", "sliding_attention"]
+    config = {"layer_types": kinds, "sliding_window": 3, "num_attention_heads": 2, "head_dim": 4}
+    checkpoint: Any = SimpleNamespace(tensors={"model.layers.0.w": tensor, "head": tensor}, config=config)
+    memory: Any = SimpleNamespace(kv_type="int8", block_size=2, block_bytes=48)
+    # Two sequences share blocks 7 and 5; one has 5 tokens, 1 of them new, the other 7, of which 2 are new.
+    step = StepInput(
+        token_ids=np.zeros(3, np.int32),
+        positions=np.array([4, 5, 6], np.int32),
+        slots=np.zeros(3, np.int32),
+        query_starts=np.array([0, 1, 3], np.int32),
+        context_lens=np.array([5, 7], np.int32),
+        block_tables=np.array([[7, 5, 1, 0], [7, 5, 2, 3]], np.int32),
+        logit_rows=np.zeros(2, np.int32),
+    )
+    tokens = {"full_attention": 2 * 2 + 1 + 3, "sliding_attention": 3 + 4}  # that lie in memory once
+    pairs = {"full_attention": 5 + 6 + 7, "sliding_attention": 3 * 3}
+    for read, product in ((1.0, 1e6), (1e6, 1.0)):  # GB/s, GOP/s
+        machine: Any = SimpleNamespace(product_gop_s=lambda kind: product, read_gb_s=lambda size: read)  # noqa: B023
+        floors = Floors(checkpoint, machine, memory)
+        reading = [tokens[kind] * 48 / 2 / 2 / (read * 1e9) for kind in kinds]
+        multiplying = [2 * 2 * pairs[kind] * 2 * 4 / (product * 1e9) for kind in kinds]
+        assert floors.attention(step) == pytest.approx(sum(map(max, reading, multiplying)))
+        assert floors.products(FORWARD, 3) == pytest.approx(max(100 / (read * 1e9), 2 * 3 * 32 / (product * 1e9)))
