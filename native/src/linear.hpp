@@ -276,7 +276,7 @@ OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64
     }
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line) {
-      if constexpr (!Groups::kMany) ahead.more<2>();  // of which each asks for so much that it had better ask evenly
+      if constexpr (!Groups::kMany) ahead.more<2>();  // few tiles ask for much each: evenly, not at once
       Line low, high;
       groups.read(g, line, low, high);
       add_line<Groups::kNibbles, R>(low, x, stride, line, dots);
