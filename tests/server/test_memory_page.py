@@ -182,7 +182,7 @@ def test_chat_streams_and_cells_change_colour(browser: Any, url: str) -> None:
 def test_four_answers_share_and_copy_and_their_table_is_the_apis(browser: Any, url: str) -> None:
     with opened(browser, url) as page:
         page.wait_for_selector("#main:not([hidden])")
-        ask_many(page, 4, 250)
+        ask_many(page, 4, 1000)
         (request,) = until(lambda: running(url), page=page)
 
         def agrees() -> bool:
