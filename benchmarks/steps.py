@@ -4,15 +4,16 @@
 
 Steps that only decode are told from those that compute prompts. A part's floor is the time that reading its weights,
 and the keys and values seen, or its multiplications would take at this machine's own rates (ceilings.py), whichever is
-longer; what is done in Python has none. So a workload's floor is what no engine can beat here that multiplies as often
-in the same type. Settings are those of run.py. Clocks are read around calls that the engine makes anyway.
+longer; what is done in Python has none. Of a prompt's, the last layer is left out: it is needed only for the rows whose
+logits are wanted. So a workload's floor is what no engine can beat here that multiplies as often in the same types.
+Settings are those of run.py. Clocks are read around calls that the engine makes anyway.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,27 +71,39 @@ class Floors:
         self._layer_bytes = memory.block_bytes / memory.block_size / len(self._windows)
         self._width = config["num_attention_heads"] * config["head_dim"]
 
-    def products(self, part: str, rows: int) -> float:
-        """Seconds of a part's products with so many rows."""
+    def head(self, rows: int) -> float:
+        """Seconds of so many rows' logits."""
+        return self._products(HEAD, rows)
+
+    def forward(self, step: StepInput) -> float:
+        """Seconds of the layers: products, and attention's two of each query with what it sees, each slot read once."""
+        layers = len(self._windows) - (len(step.logit_rows) < len(step.token_ids))
+        seconds = self._products(FORWARD, len(step.token_ids) * layers / len(self._windows))
+        for window, count in Counter(self._windows[:layers]).items():
+            reading = num_slots(step, window, self._block_size) * self._layer_bytes / self._read
+            multiplying = 4 * num_pairs(step, window) * self._width / self._attention_product
+            seconds += count * max(reading, multiplying)
+        return seconds
+
+    def _products(self, part: str, rows: float) -> float:
         size, elements = self._parts[part]
         return max(size / self._read, 2 * rows * elements / self._product)
 
-    def attention(self, step: StepInput) -> float:
-        """Seconds of all layers: two products of each query with what it sees; a block that many see is read once."""
-        seen = step.positions.astype(np.int64) + 1  # by each token
-        whole, rest = np.divmod(step.context_lens, self._block_size)
-        blocks = np.unique(np.concatenate([table[:n] for table, n in zip(step.block_tables, whole, strict=True)]))
-        news = np.diff(step.query_starts)
-        seconds = 0.0
-        for window in self._windows:
-            if window is None:
-                pairs, tokens = seen.sum(), len(blocks) * self._block_size + rest.sum()
-            else:
-                pairs, tokens = np.minimum(seen, window).sum(), np.minimum(step.context_lens, window - 1 + news).sum()
-            seconds += max(
-                float(tokens) * self._layer_bytes / self._read, 4 * float(pairs) * self._width / self._attention_product
-            )
-        return seconds
+
+def num_pairs(step: StepInput, window: int | None) -> int:
+    """Queries and keys they see, in a layer."""
+    seen = step.positions.astype(np.int64) + 1
+    return int((seen if window is None else np.minimum(seen, window)).sum())
+
+
+def num_slots(step: StepInput, window: int | None, block_size: int) -> int:
+    """Slots whose keys and values are seen, in a layer."""
+    slots = []
+    for table, context, new in zip(step.block_tables, step.context_lens, np.diff(step.query_starts), strict=True):
+        begin = 0 if window is None else max(0, int(context) - int(new) + 1 - window)
+        block, offset = np.divmod(np.arange(begin, context), block_size)
+        slots.append(table[block] * block_size + offset)
+    return len(np.unique(np.concatenate(slots)))
 
 
 class Watch:
@@ -112,6 +125,7 @@ class Watch:
     def start(self) -> None:
         """Begin to count anew."""
         self.kinds = {"decode": Kind(), "prefill": Kind()}
+        self.aside = 0.0  # seconds between steps that floors took to be counted
 
     def _part(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -127,7 +141,6 @@ class Watch:
 
         def forward(step: Any, cache: Any) -> Any:
             self._step = step
-            self._floor[FORWARD] = self._floors.products(FORWARD, len(step.token_ids)) + self._floors.attention(step)
             return timed(step, cache)
 
         return forward
@@ -136,7 +149,7 @@ class Watch:
         timed = self._part(HEAD, model.logits)
 
         def logits(hidden: Any) -> Any:
-            self._floor[HEAD] = self._floors.products(HEAD, len(hidden))
+            self._floor[HEAD] = self._floors.head(len(hidden))
             return timed(hidden)
 
         return logits
@@ -148,6 +161,9 @@ class Watch:
             result = step()
             seconds = time.perf_counter() - begin
             if self._step is not None:
+                begin = time.perf_counter()
+                self._floor[FORWARD] = self._floors.forward(self._step)
+                self.aside += time.perf_counter() - begin
                 tokens = len(self._step.token_ids)
                 kind = self.kinds["decode" if tokens == len(self._step.context_lens) else "prefill"]
                 kind.steps, kind.tokens, kind.seconds = kind.steps + 1, kind.tokens + tokens, kind.seconds + seconds
@@ -170,6 +186,7 @@ class _Timed:
 
 
 def rate(tokens: int, seconds: float) -> str:
+    """So many tokens in so long, for people."""
     return f"{tokens} tokens in {seconds:.3f} s, {tokens / seconds:.0f} a second"
 
 
@@ -181,8 +198,8 @@ def table(kinds: dict[str, Kind]) -> str:
             continue
         rest = kind.seconds - sum(kind.parts.values())
         title = f"{name}: {kind.steps} steps of {kind.tokens / kind.steps:.1f} tokens"
-        floor = 1e3 * sum(kind.floors.values()) / kind.steps
-        rows.append(f"| {title} | whole | {1e3 * kind.seconds / kind.steps:.3f} | {floor:.3f} | |")
+        whole = 1e3 * sum(kind.floors.values()) / kind.steps
+        rows.append(f"| {title} | whole | {1e3 * kind.seconds / kind.steps:.3f} | {whole:.3f} | |")
         for part, seconds in [*kind.parts.items(), ("the rest", rest)]:
             floor = f"{1e3 * kind.floors[part] / kind.steps:.3f}" if part in kind.floors else ""
             rows.append(f"| | {part} | {1e3 * seconds / kind.steps:.3f} | {floor} | {seconds / kind.seconds:.1%} |")
@@ -217,6 +234,7 @@ def main() -> None:
             before = kernels.kernel_seconds() if native else {}
             tokens, seconds, _ = run(llm, work.requests)
             floor = sum(sum(kind.floors.values()) for kind in watch.kinds.values())
+            seconds -= watch.aside
             print(f"\n{work.name}: {rate(tokens, seconds)}; at the floor {rate(tokens, floor)}\n\n{table(watch.kinds)}")
             if native:
                 print(f"\n{kernel_table(before, kernels.kernel_seconds())}")

@@ -116,11 +116,10 @@ struct Scales {
   F minimum[2 * kVectors];  // only where there are minima
 };
 
-// Both panels' groups as they lie in the weight, for few tiles of rows or for many.
-template <Format format, bool has_min, bool many = false>
+// Both panels' groups as they lie in the weight.
+template <Format format, bool has_min>
 class Packed {
  public:
-  static constexpr bool kMany = many;
   static constexpr bool kHasMin = has_min;
   static constexpr bool kNibbles = format == Format::q4;
 
@@ -169,7 +168,6 @@ struct Group {
 template <Format format, bool has_min>
 class Unpacking {
  public:
-  static constexpr bool kMany = true;
   static constexpr bool kHasMin = has_min;
   static constexpr bool kNibbles = format == Format::q4;
 
@@ -199,7 +197,6 @@ class Unpacking {
 template <bool has_min>
 class Unpacked {
  public:
-  static constexpr bool kMany = true;
   static constexpr bool kHasMin = has_min;
   static constexpr bool kNibbles = true;  // bytes lie in the weight as they are read
 
@@ -252,8 +249,8 @@ OCTAVO_INLINE F minus_zero_point(const Pair& pair) { return set1(-static_cast<fl
 // Adds groups [first, last) to the sums of R rows, which are kept as [R][2 * kPanel]; group 0 begins them.
 //
 // One row or many, packed or not: it is this order of operations that makes a row's bits its own. Of a group's eleven
-// operations on a vector eight are products: nothing is converted, and nothing multiplied twice.
-template <int R, class Groups>
+// operations on a vector eight are products: nothing is converted, and nothing multiplied twice. `many`: tiles of rows.
+template <int R, bool many, class Groups>
 OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64_t row, std::int64_t first,
                               std::int64_t last, float* kept, Ahead& ahead) {
   constexpr bool has_min = Groups::kHasMin;
@@ -267,7 +264,7 @@ OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64
     load_sums<R>(kept, sums);
   }
   for (std::int64_t g = first; g < last; ++g, ++x) {
-    if constexpr (Groups::kMany) ahead.more<4>();
+    if constexpr (many) ahead.more<4>();
     Dots<R> dots;
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -276,7 +273,7 @@ OCTAVO_INLINE void add_groups(const Pair& pair, const Groups& groups, std::int64
     }
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line) {
-      if constexpr (!Groups::kMany) ahead.more<2>();  // few tiles ask for much each: evenly, not at once
+      if constexpr (!many) ahead.more<2>();  // few tiles ask for much each: evenly, not at once
       Line low, high;
       groups.read(g, line, low, high);
       add_line<Groups::kNibbles, R>(low, x, stride, line, dots);
@@ -475,7 +472,7 @@ void rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
     alignas(64) float kept[R * 2 * kPanel];
     ask_for_residual(pair, row, row + R);
     if constexpr (kQuantised) {
-      add_groups<R>(pair, Packed<format, has_min>(pair), row, 0, pair.groups(), kept, ahead);
+      add_groups<R, false>(pair, Packed<format, has_min>(pair), row, 0, pair.groups(), kept, ahead);
     } else {
       Sums<R> sums;
       clear<R>(sums);
@@ -558,11 +555,11 @@ void many_rows_of_pair(const Pair& pair, std::int64_t begin, std::int64_t end) {
       float* const to = kept + (row - begin) * 2 * kPanel;
       if (last == pair.groups()) ask_for_residual(pair, row, row + R);
       if constexpr (format == Format::q8) {
-        add_groups<R>(pair, Packed<format, has_min, true>(pair), row, first, last, to, ahead);
+        add_groups<R, true>(pair, Packed<format, has_min>(pair), row, first, last, to, ahead);
       } else if (row == begin) {
-        add_groups<R>(pair, Unpacking<format, has_min>(pair, first, unpacked), row, first, last, to, ahead);
+        add_groups<R, true>(pair, Unpacking<format, has_min>(pair, first, unpacked), row, first, last, to, ahead);
       } else {
-        add_groups<R>(pair, Unpacked<has_min>(first, unpacked), row, first, last, to, ahead);
+        add_groups<R, true>(pair, Unpacked<has_min>(first, unpacked), row, first, last, to, ahead);
       }
       if (last == pair.groups()) finish(pair, row, row + R, to);
     });
